@@ -284,6 +284,7 @@ COVERED_BY = {
     "cut/edges": "cut/test_weights", "cut/replacement": "play/test_block", "cut/uses": "play/test_block",
     "kernels/triton": "kernels/triton/test_launch", "learn/discovery": "cut/test_exchanges",
     "learn/peers": "learn/test_tuner", "learn/purpose": "learn/test_tuner", "learn/undo": "learn/test_check",
+    "plan/budget": "plan/test_beam", "plan/justification": "plan/test_beam", "plan/precedence": "plan/test_beam",
     "play/install": "transport/test_suspension", "play/observers": "play/test_player", "play/times": "play/test_player",
     "reduce/links": "reduce/test_sums", "reduce/reduction": "reduce/test_sums",
     "running/bench": "running/bench/test_command",

@@ -112,7 +112,8 @@ class Planner:
             found = planning.fastest(other, shapes, costs, self.overlap, **given)
             gain = 0.0 if self.options.offload else LEAST_WARMUP_GAIN  # memory is there for other plans
             if found and (not kept or found[0].predicted < (1 - gain) * kept[0].predicted):
-                kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
+                first, *more = found  # of those as fast it holds the least
+                kept = [first, *sorted((*more, *kept), key=lambda plan: plan.predicted)]
         return kept
 
     @property

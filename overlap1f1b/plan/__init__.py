@@ -1,6 +1,7 @@
 """Floor ``plan``: sub-op nodes of every action, and the order in which a rank issues them. Pure Python, no torch."""
 
 from overlap1f1b.plan.bounds import bound, pipeline_bound
+from overlap1f1b.plan.budget import Budget
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Span, play_clocks, play_ranks
 from overlap1f1b.plan.compiler import compile, fastest
@@ -41,6 +42,7 @@ __all__ = [
     "About",
     "ActionRange",
     "BlockShape",
+    "Budget",
     "Chains",
     "CostKey",
     "Held",

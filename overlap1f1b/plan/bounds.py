@@ -11,10 +11,13 @@ from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import Clock
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import RECOMPUTES, Op, Resource
-from overlap1f1b.plan.plan import Overlap, parse_overlap
+from overlap1f1b.plan.plan import SEARCHED_FROM, Overlap, parse_overlap
 from overlap1f1b.schedule import Action, Kind, Placement, Program, actions_of
 from overlap1f1b.schedule.program import flow
 from overlap1f1b.schedule.values import check_size
+
+_ANY = 1 << 30
+"""More actions than a step has."""
 
 
 def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -> float:
@@ -27,12 +30,13 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
     >>> [(bound(program, shape, costs, k), compile(program, shape, costs, k).predicted) for k in ("serial", 3)]
     [(377.0, 451.0), (377.0, 377.0)]
 
-    The bound follows from three facts. First, at most k consecutive actions of a rank are open at once: an action
-    begins only after all but k − 1 of the earlier actions have ended and its inputs from other ranks have arrived; on a
-    rank with one stage, a forward also needs room for its activations. Second, an action takes at least as long as
-    alone: without parts, the sum of the times in its chain of nodes. Third, after the time at which an action may
-    begin, the rank still has to do all compute, and all exchange, of this action and of the later ones. Weight
-    gradients, which may be issued in any wait, count only here.
+    The bound follows from three facts. First, below ``SEARCHED_FROM``, or if the schedule leaves no order open, at
+    most k consecutive actions of a rank are open at once; else :func:`pipeline_bound` counts, too. An action begins
+    only after all but k − 1 of the earlier actions have ended and its inputs from other ranks have arrived; on a rank
+    with one stage, a forward also needs room for its activations. Second, an action takes at least as long as alone:
+    without parts, the sum of the times in its chain of nodes. Third, after the time at which an action may begin, the
+    rank still has to do all compute, and all exchange, of this action and of the later ones. Weight gradients, which
+    may be issued in any wait, count only here.
 
     Args:
         program: A checked program.
@@ -43,6 +47,11 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
     chains = Chains(program.placement, shape)
     overlap = parse_overlap(overlap)
     window = 1 if overlap == "serial" else 2 if overlap == "pairs" else max(2, overlap)
+    least = 0.0
+    if window >= SEARCHED_FROM and program.open:
+        window = _ANY  # orders are searched for
+        if len(program.placement.pipes) == 1:
+            least = pipeline_bound(program.placement, program.microbatches, chains.shapes, costs)
     stages = program.placement.stages
 
     @cache
@@ -64,7 +73,7 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
             if 0 <= before < stages:
                 ready = max(ready, ends[forward, before, microbatch, pipe] + alone(forward, before, pipe).send)
             ends[forward, stage, microbatch, pipe] = rows[rank].run(alone(forward, stage, pipe), forward, ready)
-    return max((row.end for row in rows), default=0.0)
+    return max([least, *(row.end for row in rows)])
 
 
 def pipeline_bound(placement: Placement, microbatches: int, shape: Shapes, costs: NodeCosts) -> float:

@@ -1,25 +1,36 @@
-"""The compiler: from a program to the fastest known plan."""
+"""The compiler: from a program to the fastest known plan, and of those as fast to the one that holds the least.
+
+::
+
+    1. the fixed orders, and one of list scheduling for every number of open actions and every policy
+    2. where the schedule leaves the order open, and the budget lasts: a faster one, by a beam and by an improvement
+    3. with that, of the orders that are nearly as fast the one with the fewest microbatches alive, by bisection
+
+All of them use one budget of scheduled nodes, so the same arguments give the same plan. Large steps end at 1.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 
+from overlap1f1b.plan.beam import KEPT, Beam
+from overlap1f1b.plan.budget import Budget
 from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import Node
+from overlap1f1b.plan.justification import justified
+from overlap1f1b.plan.node import OF_PARAMETERS, Node, Resource
 from overlap1f1b.plan.offload import leaving
 from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_gathers, with_reductions
-from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
+from overlap1f1b.plan.plan import SEARCHED_FROM, Overlap, Plan, parse_overlap
+from overlap1f1b.plan.precedence import Precedence
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import checked
-
-LARGE = 20_000
-"""Number of nodes in a step beyond which fewer variants are tried."""
 
 PATIENCES = (0.0, 0.2, 0.4, 0.6)
 """Tried values of ``Policy.patience``: how long a wait must be, relative to a weight gradient, to issue it there."""
@@ -30,8 +41,29 @@ DEFERRED = (1, 2)
 GATHERED = (2.0, 3.0, 4.0, math.inf)
 """Tried numbers of blocks whose sharded parameters are there at once; without a bound each is gathered once a step."""
 
+NEAR = 1.1
+"""An order whose first policy takes more than this multiple of the fastest is tried with no other."""
+
+WIDTH, LEAST_WIDTH = 100, 8
+"""Most beginnings that go on side by side in a beam, and the fewest for which it is worth it."""
+
+BEAMS, IMPROVED, LIGHTER = 0.5, 0.2, 0.2
+"""Most shares of the budget for beams, for the improvement and for lighter orders; policies may use all of it."""
+
+TRIED = ((0.0, True), (0.05, False))
+"""Tried settings of a beam: the weight of idle time, and whether few microbatches are alive: no more than two beyond
+those that the pipeline needs."""
+
+AGAIN = (0.15, 0.3, 0.5, 0.7)
+"""Shares of the best step so far behind which beams begin once more."""
+
+NO_SLOWER = 1.005
+"""Of orders that take at most this multiple of the fastest, the one that holds the least is played."""
+
 RETRIED = 6
 """One of so many policies, the best, is tried once more for a host whose launches cost time."""
+
+_time = attrgetter("predicted")
 
 
 @checked
@@ -43,12 +75,17 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
     number is tried with all of ``PATIENCES`` and ``DEFERRED``; for large programs with the first of each. If the host
     waits for counts and launches cost time, the best are tried once more, with these waits behind queued work.
 
+    If the schedule leaves the order open, ``SEARCHED_FROM`` open actions or more let memory alone limit it: a beam
+    search and an improvement look for a faster order, and for as fast ones that hold less. Of orders that take at most
+    ``NO_SLOWER`` times the fastest, and no longer than what list scheduling found, that is returned which holds the
+    least. All of this has one :class:`Budget` of nodes, so steps of many nodes are left as they are.
+
     >>> from overlap1f1b.plan import BlockShape
     >>> from overlap1f1b.schedule import build_schedule
     >>> program = build_schedule("combined_1f1b", microbatches=8)
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
     >>> [compile(program, (BlockShape(expert_calls=1),) * 4, costs, k).predicted for k in ("serial", "pairs", 3)]
-    [1312.0, 880.0, 701.0]
+    [1312.0, 880.0, 697.0]
 
     Args:
         program: A checked program, on any number of ranks.
@@ -74,65 +111,178 @@ def fastest(
     rooms: Sequence[float] = (),
     every: bool = True,
     progress: Callable[[float], None] = lambda _: None,
+    budget: Budget | None = None,
 ) -> list[Plan]:
-    """Return the fastest plan of each order that :func:`compile` tries, the fastest of all first.
+    """Return the fastest plan of each order that :func:`compile` tries, the one that it returns first.
 
     ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step: plans that would hold more
     are left out. Where blocks' activations may leave to host memory, ``every`` says whether all of them do, or those
-    that have to. ``progress`` is called between two tries, and may end them by an error.
+    that have to. ``progress`` is called between two tries and in searches, and may end them by an error. The ``budget``
+    of all searches is by default that of :func:`compile`.
     """
     overlap = parse_overlap(overlap)
     program.check()
-    chains = Chains(program.placement, shape)
-    leaves = any(block.offload for blocks in chains.shapes for block in blocks)
-    gathers = any(block.gathered for blocks in chains.shapes for block in blocks)
+    budget = Budget(progress=progress) if budget is None else budget
+    tries = _Tries(program, Chains(program.placement, shape), costs, overlap, counts_block, rooms, budget)
+    tries.schedule(progress)
+    scheduled = min(tries.best.values(), key=_time, default=None)  # of equals the simplest
+    if program.open and isinstance(overlap, int) and overlap >= SEARCHED_FROM:
+        tries.search()
+    if tries.leaves:
+        for plan in leaving(tries.played, costs, rooms, every=every, counts_block=counts_block):
+            tries.keep(plan)
+    ordered = sorted(tries.best.values(), key=_time)
+    if scheduled:
+        limit = max(ordered[0].predicted, min(NO_SLOWER * ordered[0].predicted, scheduled.predicted))
+        first = min(filter(lambda plan: plan.predicted <= limit, ordered), key=Plan.memory)
+        ordered = [first, *(plan for plan in ordered if plan is not first)]
+    return [replace(plan, ranks=receiving_in_order(plan.ranks, tries.chains)) for plan in ordered]
 
-    def played(order: str, candidate: Sequence[list[Node]]) -> Iterator[Plan]:
-        ranks = [with_reductions(rank, chains) for rank in candidate]
-        for at_once in GATHERED if gathers else GATHERED[-1:]:
-            nodes = tuple(tuple(with_gathers(rank, chains, at_once)) for rank in ranks)
-            if costs.launch:  # then a receive takes time of the host, so its place counts
-                nodes = receiving_in_order(nodes, chains)
-            spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
-            end = max((span.end for rank in spans for span in rank), default=0.0)
-            yield Plan(program, overlap, order, chains.shapes, nodes, end, costs.peak_bytes(nodes))
 
-    def plans() -> Iterator[Plan]:
+def improved(plan: Plan, costs: NodeCosts, *, counts_block: bool, budget: Budget) -> Plan:
+    """Return the plan of an order that leaves no less room for others, or a faster one within its limits of memory."""
+    chains = Chains(plan.program.placement, plan.shapes)
+    tries = _Tries(plan.program, chains, costs, plan.overlap, counts_block, (), budget)
+    ranks = [[node for node in nodes if node.op not in OF_PARAMETERS] for nodes in plan.ranks]
+    played = play_ranks(ranks, plan.program.placement, tries.free)
+    tries.listed = max(span.end for spans in played for span in spans), ranks
+    tries.search()
+    return min([plan, *tries.best.values(), *tries.played], key=_time)
+
+
+class _Tries:
+    """The orders of one plan: ``best`` has the fastest plan of each name that keeps within the rooms."""
+
+    def __init__(
+        self,
+        program: Program,
+        chains: Chains,
+        costs: NodeCosts,
+        overlap: Overlap,
+        counts_block: bool,
+        rooms: Sequence[float],
+        budget: Budget,
+    ) -> None:
+        self.program, self.chains, self.costs, self.overlap = program, chains, costs, overlap
+        self.counts_block, self.rooms, self.budget = counts_block, rooms, budget
+        self.free = replace(costs, launch={})
+        self.best: dict[str, Plan] = {}
+        self.played: list[Plan] = []
+        """All plans whose activations are yet to leave to host memory."""
+        self.listed: tuple[float, list[list[Node]]] = math.inf, []
+        """The fastest order of list scheduling, and its time for a host that is always ahead."""
+        blocks = [block for blocks in chains.shapes for block in blocks]
+        self.gathered = GATHERED if any(block.gathered for block in blocks) else GATHERED[-1:]
+        self.leaves = any(block.offload for block in blocks)
+        added = self.leaves or any(block.gathered or block.reduced for block in blocks)
+        self.replayed = bool(costs.launch or costs.shared_links or added)
+        """Whether the time of a schedule is not the plan's."""
+
+    def add(self, order: str, candidate: Sequence[list[Node]], end: float | None = None) -> float:
+        """Play an order that may have taken until an end as it was scheduled; return the time of its fastest plan."""
+        ranks, least = [with_reductions(rank, self.chains) for rank in candidate], math.inf
+        for at_once in self.gathered:
+            nodes = tuple(tuple(with_gathers(rank, self.chains, at_once)) for rank in ranks)
+            if self.costs.launch:  # then a receive takes time of the host, so its place counts
+                nodes = receiving_in_order(nodes, self.chains)
+            if end is None or self.replayed:
+                played = play_ranks(nodes, self.program.placement, self.costs, counts_block=self.counts_block)
+                end = max((span.end for rank in played for span in rank), default=0.0)
+            peak = self.costs.peak_bytes(nodes)
+            plan = Plan(self.program, self.overlap, order, self.chains.shapes, nodes, end, peak)
+            least = min(least, end)
+            self.played += [plan] if self.leaves else []
+            if not self.leaves:
+                self.keep(plan)
+        return least
+
+    def keep(self, plan: Plan) -> None:
+        """Keep a plan that is the fastest of its name."""
+        if plan.fits(self.rooms) and not (
+            plan.order in self.best and self.best[plan.order].predicted <= plan.predicted
+        ):
+            self.best[plan.order] = plan
+
+    def schedule(self, progress: Callable[[float], None]) -> None:
+        """Add the fixed orders, and those of list scheduling."""
+        program, chains, overlap, rows = self.program, self.chains, self.overlap, range(len(self.program.ranks))
+        if overlap != "pairs":
+            self.add("serial", [list(serial(program.actions(rank), chains)) for rank in rows])
+        if overlap != "serial":
+            self.add("pairs", [list(pairs(program.ranks[rank], chains)) for rank in rows])
+        if not isinstance(overlap, int):
+            return
+        computes = [
+            [node for node in serial(program.actions(rank), chains) if node.resource is Resource.COMPUTE]
+            for rank in rows
+        ]
+        loads = [sum(map(self.costs, nodes)) for nodes in computes]
         ends: list[tuple[float, Policy]] = []
-        for order, policy, candidate in _candidates(program, chains, costs, overlap, counts_block):
-            progress(0.0)
-            found = list(played(order, candidate))
-            if policy is not None:
-                ends.append((min(plan.predicted for plan in found), policy))
-            yield from found
-        if counts_block and costs.launch:
+        most = min(overlap, max(len(list(program.actions(rank))) for rank in rows))  # more actions cannot be open
+        for number, (deferred, patience) in enumerate(product(DEFERRED, PATIENCES)):
+            for k in range(1, most + 1):
+                if number and self.budget.left <= 0:
+                    break
+                progress(0.0)
+                order, policy, limit = f"k={k}", Policy(k, self.counts_block, deferred, patience), math.inf
+                if not self.replayed and order in self.best:  # of each name the fastest is kept: another may give up
+                    limit = self.best[order].predicted
+                    if limit > NEAR * min(map(_time, self.best.values())):
+                        continue
+                ranks, end = schedule_ranks(program, chains, self.free, policy, limit, loads)
+                self.budget.spend(sum(map(len, ranks)))
+                if end < self.listed[0]:
+                    self.listed = end, ranks
+                if end < math.inf:
+                    ends.append((self.add(order, ranks, end), policy))
+        if self.counts_block and self.costs.launch:
             for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
-                yield from played(f"k={policy.open_actions}", schedule_ranks(program, chains, costs, policy))
+                self.add(f"k={policy.open_actions}", schedule_ranks(program, chains, self.costs, policy)[0])
 
-    best, found = dict[str, Plan](), plans()
-    if leaves:
-        found = iter(leaving(found, costs, rooms, every=every, counts_block=counts_block))
-    for plan in filter(lambda plan: plan.fits(rooms), found):
-        if plan.order not in best or plan.predicted < best[plan.order].predicted:
-            best[plan.order] = plan
-    ordered = sorted(best.values(), key=lambda plan: plan.predicted)
-    return [replace(plan, ranks=receiving_in_order(plan.ranks, chains)) for plan in ordered]
+    def search(self) -> None:
+        """Add a faster order than that of list scheduling, if one is found, and as fast ones that hold less."""
+        program, chains, budget, rows = self.program, self.chains, self.budget, range(len(self.program.ranks))
+        end, ranks = self.listed
+        size, late, peaks = KEPT * sum(map(len, ranks)), max(DEFERRED), program.peak_activations
+        runs = len(TRIED) * (1 + sum(1 - share for share in AGAIN))
+        width = min(WIDTH, int(budget.share(BEAMS) / (size * runs)))
+        if width < LEAST_WIDTH:
+            return
+        least = [len(program.placement.places(rank)) for rank in rows]
+        few = [
+            min(peak, one * (len(rows) - rank + 2)) for rank, (one, peak) in enumerate(zip(least, peaks, strict=True))
+        ]
+        needs = Precedence(chains, self.free, ranks, peaks, late)
+        fewer = needs if few == list(peaks) else Precedence(chains, self.free, ranks, few, late)
+        spans = [span for spans in play_ranks(ranks, program.placement, self.free) for span in spans]
+        begins = {span.node: span.start for span in spans}
+        best = end, [begins[node] for node in needs.nodes]
+        for share, (idle, lives_few) in product((0.0, *AGAIN), TRIED):
+            if best[0] > needs.bound * (1 + 1e-9):
+                begun = needs.in_order(best[1])[: int(share * len(best[1]))]
+                beam = Beam(fewer if lives_few and not begun else needs)
+                found = beam.run(width, idle, best[0] * (1 - 1e-9), budget, [(node, best[1][node]) for node in begun])
+                best = min(best, found)
+        best = min(best, justified(needs, best[1], budget, budget.share(IMPROVED)))
+        if best[0] < end:
+            self.add(f"k={self.overlap}", needs.issued(best[1], counts_block=self.counts_block))
+        limit = min(NO_SLOWER * best[0], end)
+        less, most = 0, max(peaks) - max(least)
+        width = min(width, int(budget.share(LIGHTER) / (size * (most.bit_length() + 1))))
 
+        def lighter(less: int, late: int) -> bool:
+            """Try for an order that is as fast with fewer microbatches alive."""
+            live = [max(few, peak - less) for few, peak in zip(least, peaks, strict=True)]
+            lighter = Precedence(chains, self.free, ranks, live, late)
+            if lighter.bound > limit or not width:
+                return False
+            end, starts = Beam(lighter).run(width, 0.0, limit, budget)
+            if end <= limit:
+                name = f"k={self.overlap}, {max(live)} live" + ("" if late else ", none late")
+                self.add(name, lighter.issued(starts, counts_block=self.counts_block))
+            return end <= limit
 
-def _candidates(
-    program: Program, chains: Chains, costs: NodeCosts, overlap: Overlap, counts_block: bool
-) -> Iterator[tuple[str, Policy | None, list[list[Node]]]]:
-    """Yield orders for a host that is always ahead, each with its name and policy."""
-    ranks = range(len(program.ranks))
-    if overlap != "pairs":
-        yield "serial", None, [list(serial(program.actions(rank), chains)) for rank in ranks]
-    if overlap != "serial":
-        yield "pairs", None, [list(pairs(program.ranks[rank], chains)) for rank in ranks]
-    if isinstance(overlap, int):
-        free = replace(costs, launch={})
-        nodes = sum(len(chains.of(action)) for rank in ranks for action in program.actions(rank))
-        tries = list(product(DEFERRED, PATIENCES)) if nodes <= LARGE else [(DEFERRED[0], PATIENCES[0])]
-        most = min(overlap, max(len(list(program.actions(rank))) for rank in ranks))  # more actions cannot be open
-        for k, (deferred, patience) in product(range(1, most + 1), tries):
-            policy = Policy(k, counts_block, deferred, patience)
-            yield f"k={k}", policy, schedule_ranks(program, chains, free, policy)
+        while less < most:
+            middle = (less + most + 1) // 2
+            less, most = (middle, most) if lighter(middle, late) else (less, middle - 1)
+        lighter(less, 0)

@@ -17,6 +17,9 @@ from overlap1f1b.schedule import Action, Kind, Program
 MOST_TURNS = 8
 """How many lists of turns a plan keeps: one for each state of what is known of the blocks."""
 
+SEARCHED_FROM = 3
+"""Open actions from which on an order is searched for within the limits of memory alone."""
+
 Overlap = Literal["serial", "pairs"] | int
 """Degree of interleaving: none, inside a program's pairs, or k consecutive actions at a time."""
 
@@ -47,6 +50,10 @@ class Plan:
     def fits(self, rooms: Sequence[float]) -> bool:
         """Return whether every pipeline rank keeps within its room, in bytes; by no rooms each does."""
         return all(peak <= room for peak, room in zip(self.peak_bytes, rooms, strict=False))
+
+    def memory(self) -> float:
+        """Return the most bytes that a rank holds; if none are counted, (stage, microbatch) with activations."""
+        return max(self.peak_bytes, default=float(self.peak_held))
 
     @property
     def nodes(self) -> tuple[Node, ...]:

@@ -172,12 +172,11 @@ class PriorityScheduler(RankScheduler):
         self, rank: int, microbatches: int, tasks: Tasks, priorities: Priorities, clocks: list[Clock], limit: float
     ) -> None:
         placement, stages = tasks.chains.placement, len(tasks.chains.placement.places(rank))
-        super().__init__(Clock(tasks.costs, placement=placement, clocks=clocks))
+        # Times in which compute, and the exchanges, may do nothing if the step shall end within the limit.
+        may_idle, self.links_may_idle = (limit - microbatches * load for load in tasks.loads[rank])
+        super().__init__(Clock(tasks.costs, placement=placement, clocks=clocks), may_idle)
         self.tasks, self.priorities, self.microbatches = tasks, priorities, microbatches
         self.room = _Room(priorities, rank, stages, microbatches)
-        self.worked = 0.0
-        # Times in which compute, and the exchanges, may do nothing if the step shall end within the limit.
-        self.may_idle, self.links_may_idle = (limit - microbatches * load for load in tasks.loads[rank])
         self.pending: list[tuple[float, int, _Job]] = []  # by the time at which the next task can start
         self.ready: list[tuple[float, int, _Job]] = []  # by key
         self.roomless: list[_Job] = []  # forwards without room
@@ -305,11 +304,6 @@ class PriorityScheduler(RankScheduler):
             self._make_ready(job.blocked)
             job.blocked = None
 
-    def _compute(self, node: Node) -> None:
-        _, start, end = self._issue(node)
-        self.worked += end - start
-        self.given_up |= end - self.worked > self.may_idle
-
     def _queue(self, job: _Job, exchanges: tuple[Node, ...]) -> None:
         """Let exchanges wait for their launch; those of backwards in the order of microbatches."""
         job.launches = max(job.launches, job.priority)
@@ -359,8 +353,4 @@ def schedule_by_priorities(
         PriorityScheduler(rank, microbatches, tasks, priorities, clocks, limit)
         for rank in range(tasks.chains.placement.ranks)
     ]
-    run_together(schedulers, tasks.chains)
-    ranks = [scheduler.order for scheduler in schedulers]
-    if any(scheduler.given_up for scheduler in schedulers):
-        return ranks, _FOREVER
-    return ranks, max(max(clock.now, *(max(free, default=0.0) for free in clock.free.values())) for clock in clocks)
+    return run_together(schedulers, tasks.chains)

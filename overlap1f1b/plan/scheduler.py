@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -28,9 +28,11 @@ class RankScheduler(ABC):
     given_up = False
     """Whether the step is known to end too late; then all ranks stop."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, may_idle: float) -> None:
         self.clock = clock
         self.order: list[Node] = []
+        self.worked, self.may_idle = 0.0, may_idle
+        """Time of compute so far, and how long a rank may do nothing if the step shall end in time."""
 
     @property
     @abstractmethod
@@ -51,6 +53,11 @@ class RankScheduler(ABC):
     def _issue(self, node: Node) -> Span:
         self.order.append(node)
         return self.clock.play(node)
+
+    def _compute(self, node: Node) -> None:
+        _, start, end = self._issue(node)
+        self.worked += end - start
+        self.given_up |= end - self.worked > self.may_idle
 
 
 class Activations:
@@ -140,11 +147,12 @@ class Policy(NamedTuple):
     patience: float = 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Open:
     """An action whose nodes are being issued.
 
     Args:
+        action: The action.
         chain: Its nodes that were not issued yet when it opened.
         turn: Position of its microbatch in the order in which gradients are summed.
         needs: Actions of this rank that must end before it begins.
@@ -156,14 +164,20 @@ class _Open:
     needs: tuple[tuple[bool, int, int, int], ...]
     issued: int = 0
     begun: bool = False  # whether it has computed
+    next: Node = field(init=False)
+    ended: bool = field(init=False)
+    launches: bool = field(init=False)
+    """Whether the next node is launched, and not computed."""
 
-    @property
-    def next(self) -> Node:
-        return self.chain[self.issued]
+    def __post_init__(self) -> None:
+        self.look()
 
-    @property
-    def ended(self) -> bool:
-        return self.issued == len(self.chain)
+    def look(self) -> None:
+        """Look at what comes next: the innermost loop only reads it."""
+        self.ended = self.issued == len(self.chain)
+        if not self.ended:
+            self.next = self.chain[self.issued]
+        self.launches = not self.ended and RESOURCE_OF[self.next.op] is not _COMPUTE
 
 
 class ListScheduler(RankScheduler):
@@ -189,8 +203,9 @@ class ListScheduler(RankScheduler):
         costs: Costs of the nodes.
         policy: Settings of the scheduler.
         peak: Live activations that the program declares for this rank.
-        peak_weights: Waiting weight gradients that it declares, for backwards that it splits.
         clocks: Clocks of the ranks before this one.
+        peak_weights: Waiting weight gradients that it declares, for backwards that it splits.
+        may_idle: See :class:`RankScheduler`.
     """
 
     def __init__(
@@ -202,8 +217,10 @@ class ListScheduler(RankScheduler):
         peak: int,
         clocks: list[Clock] | None = None,
         peak_weights: float = _FOREVER,
+        may_idle: float = _FOREVER,
     ) -> None:
-        super().__init__(Clock(costs, counts_block=policy.counts_block, placement=chains.placement, clocks=clocks))
+        clock = Clock(costs, counts_block=policy.counts_block, placement=chains.placement, clocks=clocks)
+        super().__init__(clock, may_idle)
         self.chains, self.policy, self.peak, self.peak_weights = chains, policy, peak, peak_weights
         self.waiting = deque(actions)
         self.open: list[_Open] = []
@@ -223,7 +240,7 @@ class ListScheduler(RankScheduler):
 
     @property
     def ended(self) -> bool:
-        return not (self.open or self.waiting or self.weights)
+        return self.given_up or not (self.open or self.waiting or self.weights)
 
     def step(self, horizon: float) -> float | None:
         self._open_next()
@@ -253,9 +270,9 @@ class ListScheduler(RankScheduler):
                 self.open.append(_Open(action, chain, turn, tuple(map(_direction, self.chains.local_needs(action)))))
 
     def _launch(self) -> None:
-        for entry in self.open[:]:
-            while not entry.ended and RESOURCE_OF[entry.next.op] is not _COMPUTE:
-                if self._awaits_counts(entry.next) and not self._may_wait(entry.next):
+        for entry in [entry for entry in self.open if entry.launches]:
+            while entry.launches:
+                if self.policy.counts_block and self._awaits_counts(entry.next) and not self._may_wait(entry.next):
                     break
                 self._advance(entry)
 
@@ -271,7 +288,7 @@ class ListScheduler(RankScheduler):
         if needed > clock.now or not launch:
             return needed <= clock.now
         idle = max(clock.free[Resource.EXCHANGE], default=0.0) <= clock.now
-        following = (entry.next for entry in self.open if RESOURCE_OF[entry.next.op] is _COMPUTE)
+        following = (entry.next for entry in self.open if not entry.launches)
         lead = launch + max((clock.launch.get((node.op, node.kind), 0.0) for node in following), default=launch)
         return idle or max(needed, clock.host) + lead <= clock.computed
 
@@ -280,23 +297,23 @@ class ListScheduler(RankScheduler):
 
     def _choose(self) -> tuple[_Open | None, float]:
         """Return the action whose next node can start first (on a tie the shorter, then the older), and its start."""
-        chosen, first = None, (_FOREVER, 0.0)
+        chosen, first, cost = None, _FOREVER, 0.0
         older_forwards = 0  # older forwards that have not begun, and need room first
         older_inputs = 0  # older input gradients that have not ended, and need room first
         for entry in self.open:
             node = entry.next
             if (
-                RESOURCE_OF[node.op] is _COMPUTE
+                not entry.launches
                 and (entry.begun or self._may_begin(entry, older_forwards))
                 and (node.kind is _F or self.sums.in_turn(node, entry.turn))
                 and (entry.action.kind is not _I or not ends_backward(node) or self._has_room(older_inputs))
-                and (start := self.clock.start(node)) <= first[0]
-                and (start, self.clock.cost(node)[0]) < first
+                and (start := self.clock.start(node)) <= first
+                and ((its := self.clock.cost(node)[0]) < cost or start < first)
             ):
-                chosen, first = entry, (start, self.clock.cost(node)[0])
+                chosen, first, cost = entry, start, its
             older_forwards += not entry.begun and entry.action.kind is _F
             older_inputs += entry.action.kind is _I
-        return chosen, first[0]
+        return chosen, first
 
     def _may_begin(self, entry: _Open, older_forwards: int) -> bool:
         """Return whether the needed actions of this rank have ended and, for a forward, whether there is room."""
@@ -319,15 +336,17 @@ class ListScheduler(RankScheduler):
 
     def _advance(self, entry: _Open) -> None:
         """Issue the next node of an open action, and note what begins, becomes possible, or ends with it."""
-        node = entry.next
+        node, launches = entry.next, entry.launches
         entry.issued += 1
+        entry.look()
         if node.kind is _W:
             self._issue_weight(node)
-        else:
+        elif launches:
             self._issue(node)
-            if RESOURCE_OF[node.op] is _COMPUTE:
-                self._computed(node, first=not entry.begun)
-        entry.begun |= RESOURCE_OF[node.op] is _COMPUTE
+        else:
+            self._compute(node)
+            self._computed(node, first=not entry.begun)
+        entry.begun |= not launches
         if entry.ended:
             self.open.remove(entry)
             self.unfinished.discard(_direction(entry.action))
@@ -351,8 +370,10 @@ class ListScheduler(RankScheduler):
         if node is None or until - self.clock.now < self.policy.patience * self.clock.costs(node):
             return False
         self._issue_weight(node)
-        for entry in [entry for entry in self.open if node in entry.chain]:  # the program's own W of that microbatch
+        own = [entry for entry in self.open if node in entry.chain] if self.split else []
+        for entry in own:  # the program's own W of that microbatch
             entry.chain = tuple(other for other in entry.chain if other != node)
+            entry.look()
             if entry.ended:
                 self.open.remove(entry)
         return True
@@ -360,7 +381,7 @@ class ListScheduler(RankScheduler):
     def _issue_weight(self, node: Node) -> None:
         del self.weights[node]
         self.issued_weights.add(node)
-        self._issue(node)
+        self._compute(node)
         self.sums.passes(node)
         self.held.settle(microbatch_of(node))
 
@@ -390,22 +411,34 @@ def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int
     return turns
 
 
-def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
-    """Return the nodes of every rank in issue order, all ranks scheduled in one common time."""
+def schedule_ranks(
+    program: Program,
+    chains: Chains,
+    costs: NodeCosts,
+    policy: Policy,
+    limit: float = _FOREVER,
+    loads: Sequence[float] = (),
+) -> tuple[list[list[Node]], float]:
+    """Return the nodes of every rank in issue order, all ranks scheduled in one common time, and the time of the step.
+
+    It is infinite if the step would take longer than ``limit``; then nodes are missing. ``loads`` are the times of all
+    compute of each rank, which a limit needs.
+    """
     clocks: list[Clock] = []
+    may_idle = [limit - load for load in loads] or [_FOREVER] * len(program.ranks)
     peaks = zip(program.peak_activations, program.peak_weights or [_FOREVER] * len(program.ranks), strict=True)
     schedulers = [
-        ListScheduler(program.actions(rank), chains, costs, policy, peak, clocks, peak_weights)
+        ListScheduler(program.actions(rank), chains, costs, policy, peak, clocks, peak_weights, may_idle[rank])
         for rank, (peak, peak_weights) in enumerate(peaks)
     ]
-    if len(schedulers) == 1:
-        return [schedulers[0].run()]
-    run_together(schedulers, chains)
-    return [scheduler.order for scheduler in schedulers]
+    if len(schedulers) > 1:
+        return run_together(schedulers, chains)
+    schedulers[0].run()
+    return _orders(schedulers)
 
 
-def run_together(schedulers: Sequence[RankScheduler], chains: Chains) -> None:
-    """Let every rank issue its nodes, all in one common time.
+def run_together(schedulers: Sequence[RankScheduler], chains: Chains) -> tuple[list[list[Node]], float]:
+    """Let every rank issue its nodes, all in one common time; return them, and the end: infinite if one gave up.
 
     The rank whose time is earliest issues its next node. It never waits beyond the time of the other ranks, since one
     of them may send a message that lets an earlier node start.
@@ -416,7 +449,7 @@ def run_together(schedulers: Sequence[RankScheduler], chains: Chains) -> None:
         wake, rank = heappop(heap)
         scheduler = schedulers[rank]
         if scheduler.given_up:
-            return
+            return _orders(schedulers)
         if wake != wakes[rank] or scheduler.ended:  # it was woken earlier
             continue
         before = len(scheduler.order)
@@ -434,3 +467,11 @@ def run_together(schedulers: Sequence[RankScheduler], chains: Chains) -> None:
                     wakes[peer] = arrival
                     heappush(heap, (arrival, peer))
     assert all(scheduler.ended for scheduler in schedulers), "a checked program has no ranks that wait for each other"
+    return _orders(schedulers)
+
+
+def _orders(schedulers: Sequence[RankScheduler]) -> tuple[list[list[Node]], float]:
+    clocks = (scheduler.clock for scheduler in schedulers)
+    end = max(max(clock.now, *(max(free, default=0.0) for free in clock.free.values())) for clock in clocks)
+    given_up = any(scheduler.given_up for scheduler in schedulers)
+    return [scheduler.order for scheduler in schedulers], _FOREVER if given_up else end

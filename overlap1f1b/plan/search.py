@@ -28,9 +28,10 @@ from types import MappingProxyType
 from typing import Any
 
 from overlap1f1b.plan.bounds import bound, pipeline_bound
+from overlap1f1b.plan.budget import Budget
 from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import Key, play_ranks
-from overlap1f1b.plan.compiler import compile
+from overlap1f1b.plan.compiler import fastest, improved
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node, Resource
 from overlap1f1b.plan.orders import launched_early, receiving_in_order, with_gathers, with_reductions
@@ -58,6 +59,8 @@ LEAST_SECONDS = 1.0
 """Time that any search may take."""
 COMPILED = 30
 """A fixed schedule takes at most so many times as long to compile as to play its order once."""
+COMPILED_PER_SECOND = 200_000
+"""Nodes of the searches of a fixed schedule for each second, and of the improvement of what was found."""
 LEAST_TRIES = 15
 """Tries of a search, however large the step."""
 MOST_STEPS = 1500
@@ -234,6 +237,8 @@ class _Search:
         self.tasks = Tasks(chains, self.free)
         self.programs = self._programs()
         self.scheduled = 0  # nodes so far
+        every = (Action(kind, stage, 0) for stage in range(chains.placement.stages) for kind in (Kind.F, Kind.I))
+        self.size = draws.microbatches * sum(len(chains.of(action)) for action in every)
 
     def _left(self, share: float, *, after: float = 0.0) -> bool:
         """Whether a share of the time is not over yet, and will not be after some seconds."""
@@ -254,8 +259,7 @@ class _Search:
     def best(self, nodes: int) -> Plan:
         """Return the plan of the best try of a search that schedules about so many nodes."""
         draws, placement, first = self.draws, self.chains.placement, itemgetter(0)
-        actions = (Action(kind, stage, 0) for stage in range(placement.stages) for kind in (Kind.F, Kind.I))
-        whole = min(nodes, MOST_STEPS * draws.microbatches * sum(len(self.chains.of(action)) for action in actions))
+        whole = min(nodes, MOST_STEPS * self.size)
         near = NEAR * pipeline_bound(placement, draws.microbatches, self.chains.shapes, self.free)
         alike = self.programs[:LIKE]
         pool: list[_Try] = [(float("inf"), draws.drawn(len(_FIRST) - 1))]  # the best tries, the fastest first
@@ -284,17 +288,30 @@ class _Search:
                         pool.remove(start)
                     insort_left(pool, changed, key=first)
             tries += 1
-        return self._plan(pool[0][1])
+        found = self._plan(pool[0][1])
+        if not self._left(TRIES):
+            return found
+        return improved(found, self.costs, counts_block=self.counts_block, budget=self._budget())
+
+    def _budget(self) -> Budget:
+        """Return what one compilation may schedule: as always, or what it has the time for."""
+        budget = Budget(progress=lambda share: self.progress((1 + share) / 2))
+        if self.seconds < float("inf"):
+            budget.left = min(budget.left, int(self.seconds * COMPILED_PER_SECOND / 4))
+        return budget
 
     def fixed(self, best: float) -> Iterator[Plan]:
         """Yield plans of the fixed schedules that may be faster than the best so far."""
+        options: dict[str, Any] = {"counts_block": self.counts_block}
         unplayed = float("inf"), max((took for _, took in self.orders.values()), default=0.0)
         played = [(*self.orders.get(program, unplayed), least, program) for least, program in self.programs]
-        for number, (_, took, least, program) in enumerate(sorted(played, key=itemgetter(0, 2))):
-            if least >= best or not self._left(1.1, after=COMPILED * took):
+        for _, took, least, program in sorted(played, key=itemgetter(0, 2)):
+            budget = self._budget()
+            if least >= best or not self._left(
+                1.1, after=took * (budget.left / self.size if program.open else COMPILED)
+            ):
                 continue
-            self.progress((1 + number / len(self.programs)) / 2)
-            plan = compile(program, self.chains.shapes, self.costs, OVERLAP, counts_block=self.counts_block)
+            plan = fastest(program, self.chains.shapes, self.costs, OVERLAP, budget=budget, **options)[0]
             if all(plan.live(rank) <= limit for rank, limit in enumerate(self.draws.limits)):
                 best = min(best, plan.predicted)
                 yield plan
@@ -302,7 +319,7 @@ class _Search:
     def _like(self, program: Program) -> Priorities:
         """Return a try with the order in which a fixed schedule begins its actions."""
         since = time.thread_time()
-        ranks = schedule_ranks(program, self.chains, self.free, Policy(OVERLAP))
+        ranks, _ = schedule_ranks(program, self.chains, self.free, Policy(OVERLAP))
         self.scheduled += sum(map(len, ranks))
         begins, end = dict[Key, float](), 0.0
         for span in chain.from_iterable(play_ranks(ranks, self.chains.placement, self.free)):

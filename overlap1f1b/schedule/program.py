@@ -21,6 +21,10 @@ _TRAINED = (3, 13)  # forward and B; forward, I and W
 _FAR = 1000  # so many more microbatches than slots: the first missing one is not named
 
 
+OPEN = ("combined_1f1b", "auto")
+"""Schedules that say what may be alive, and leave the order to costs."""
+
+
 @dataclass(frozen=True)
 class Program:
     """The actions of every rank in one training step.
@@ -109,6 +113,11 @@ class Program:
     def forward_only(self) -> bool:
         """Whether no rank runs a backward."""
         return all(action.kind is Kind.F for rank in range(len(self.ranks)) for action in self.actions(rank))
+
+    @property
+    def open(self) -> bool:
+        """Whether a planner may change the order within the limits of memory: the others are what their page says."""
+        return self.name.partition("+")[0] in OPEN and not self.forward_only
 
     def draw(self) -> str:
         """Return one line a rank; ``‖`` joins the members of a pair. Stages are named if there are several."""

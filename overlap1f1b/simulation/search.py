@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, bound, compile, found_orders, pipeline_bound
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, bound, fastest, found_orders, pipeline_bound
 from overlap1f1b.schedule import (
     AUTO,
     EXTRA_WARMUP,
@@ -22,7 +22,7 @@ from overlap1f1b.schedule import (
 from overlap1f1b.schedule.values import check_size, counted
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
 from overlap1f1b.simulation.simulator import simulate
-from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
+from overlap1f1b.simulation.timeline import PlanTimeline, front_of, play_nodes
 
 Played = ProgramTimeline | PlanTimeline
 """A timeline over ranks, of actions or of nodes."""
@@ -126,8 +126,10 @@ class NodeModel:
         """Return a program's timeline; ``ValueError`` if the layers cannot be divided evenly over the chunks."""
         shape, costs = self._shape(program.placement), self._costs
         overlap = self.overlap if overlap is None else overlap
-        plan = compile(program, shape, costs, overlap, counts_block=self._waits)
-        return play_nodes(plan, costs, counts_block=self._waits)
+        return self._played(fastest(program, shape, costs, overlap, counts_block=self._waits))
+
+    def _played(self, plans: Sequence[Plan]) -> PlanTimeline:
+        return replace(play_nodes(plans[0], self._costs, counts_block=self._waits), front=front_of(plans))
 
     def synthesized(self, ranks: int, microbatches: int, chunks: int, peak_activations: float | None) -> PlanTimeline:
         """Return the timeline of the best order that is found for the costs: in a loop, or in a V if there are chunks.
@@ -135,14 +137,14 @@ class NodeModel:
         Raises:
             ValueError: The layers cannot be divided evenly over the chunks, or no order can keep the limit of memory.
         """
-        placements, plans = _placements(ranks, chunks), list[Plan]()
+        placements, plans = _placements(ranks, chunks), list[list[Plan]]()
         options: dict[str, Any] = {"peak_activations": peak_activations, "counts_block": self._waits}
         options["seconds"] = self.seconds / len(placements)
         options["progress"] = lambda share: self.progress((len(plans) + share) / len(placements))
         for placement in placements:
             shape = self._shape(placement)
-            plans.append(found_orders(placement, microbatches, shape, self._costs, **options)[0])
-        return play_nodes(min(plans, key=lambda plan: plan.predicted), self._costs, counts_block=self._waits)
+            plans.append(found_orders(placement, microbatches, shape, self._costs, **options))
+        return self._played(min(plans, key=lambda found: found[0].predicted))
 
     def bound(self, candidate: Candidate, ranks: int, microbatches: int, *, forward_only: bool = False) -> float:
         """Return a lower bound of the time of a candidate: 0 of an impossible one; of ``auto`` that of every order."""

@@ -9,7 +9,7 @@ from math import nan
 from pathlib import Path
 from typing import NamedTuple
 
-from overlap1f1b.plan import Node, NodeCosts, Plan, Resource, Span, play_clocks
+from overlap1f1b.plan import Node, NodeCosts, Plan, Resource, Span, pipeline_bound, play_clocks
 from overlap1f1b.plan.intervals import Intervals, difference, intersection, length, union
 from overlap1f1b.schedule.values import checked
 from overlap1f1b.simulation.causes import CAUSES, Causes, Flown
@@ -193,6 +193,17 @@ class PlanTimeline:
 
     plan: Plan
     ranks: tuple[Timeline, ...]
+    costs: NodeCosts
+    front: tuple[Plan, ...] = ()
+    """Plans that were compared of which none is both faster and lighter, fastest first."""
+
+    @cached_property
+    def bound(self) -> float | None:
+        """What no order of the same microbatches over the same ranks can be faster than; None if it is not known."""
+        program = self.plan.program
+        if len(program.placement.pipes) > 1 or program.forward_only:
+            return None
+        return pipeline_bound(program.placement, program.microbatches, self.plan.shapes, self.costs)
 
     @cached_property
     def makespan(self) -> float:
@@ -232,4 +243,13 @@ def play_nodes(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> P
     """Return the timelines of a plan's nodes: compute, exchange, counts and transfers run side by side."""
     played = play_clocks(plan.ranks, plan.program.placement, costs, counts_block=counts_block)
     plan = replace(plan, peak_bytes=costs.peak_bytes(plan.ranks))
-    return PlanTimeline(plan, tuple(Timeline(tuple(spans), tuple(host)) for spans, host in played))
+    return PlanTimeline(plan, tuple(Timeline(tuple(spans), tuple(host)) for spans, host in played), costs)
+
+
+def front_of(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """Return the plans of which none other is at least as fast and holds less, fastest first."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.predicted, plan.memory())):
+        if not front or plan.memory() < front[-1].memory():
+            front.append(plan)
+    return tuple(front)

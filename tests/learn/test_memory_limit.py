@@ -211,7 +211,7 @@ def test_no_uniform_choice_within_a_limit_is_faster() -> None:
     assert len(found) == 4
     costs, shapes = found["none", 1]
     (plain,) = fastest(build_schedule("sequential", microbatches=M), shapes, costs, "serial")[0].peak_bytes
-    with patch("overlap1f1b.plan.compiler.LARGE", 0):
+    with patch("overlap1f1b.plan.budget.NODES", 0):
         for factor in (0.8, 1.4):
             room = factor * plain
             grid = [

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, compile, found_orders, pipeline_bound, play_ranks
+from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, compile, fastest, found_orders, pipeline_bound, play_ranks
 from overlap1f1b.plan.search import LEAST_TRIES
 from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, variants
 from tests.plan.cases import costs_of, shapes
@@ -183,8 +183,8 @@ def test_bad_values(changed: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(("looks", "compiles"), [(0.5, False), (0.01, True)])
 def test_a_search_ends_in_its_time(looks: float, compiles: bool) -> None:
     """Here each look at the clock takes some time: what was found by then is the result."""
-    placement, clock, compiled = Placement.loop(2), count(0.0, looks), Mock(side_effect=compile)
-    search = {"time": Mock(thread_time=lambda: next(clock)), "compile": compiled}
+    placement, clock, compiled = Placement.loop(2), count(0.0, looks), Mock(side_effect=fastest)
+    search = {"time": Mock(thread_time=lambda: next(clock)), "fastest": compiled}
     with patch.multiple("overlap1f1b.plan.search", **search), few_tries():
         plans = found_orders(placement, 4, layers(placement, 1), even(0.9), peak_activations=3, seconds=5.0)
     assert plans[0].predicted == min(plan.predicted for plan in plans) < float("inf")

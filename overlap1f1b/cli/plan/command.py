@@ -93,6 +93,9 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
         _draw(timeline, screen, screen.width if output.width is None else output.width)
     screen.print()
     screen.print(per_rank(content["per_rank"]))
+    if len(front := content.get("front", ())) > 1:
+        points = ", ".join(f"{point['makespan']:.6g} with {point['held']}" for point in front)
+        print_lines(screen, f"time by microbatches held, weight gradients to come included: {points}")
     if isinstance(model, Costs) and model.pair == 1 and any(row["pairs"] for row in content["per_rank"]):
         print_lines(screen, "a pair takes as long as both its members here; --pair 0.8 or --layers N has what it hides")
     if options.compare:
@@ -158,7 +161,10 @@ def _title(content: dict[str, Any]) -> str:
     sizes.append(counted(microbatches, "microbatch"))
     if "overlap" in content:
         sizes.append(f"overlap {content['overlap']}")
-    sizes += [f"makespan {content['makespan']:.6g}", f"bubble {content['bubble_share']:.1%}"]
+    sizes.append(f"makespan {content['makespan']:.6g}")
+    if content.get("bound"):
+        sizes[-1] += f" ({content['makespan'] / content['bound']:.3f} of any order's bound)"
+    sizes.append(f"bubble {content['bubble_share']:.1%}")
     if "overlap" in content:
         hidden = content["hidden_fraction"]
         sizes.append("nothing is exchanged" if hidden is None else f"{hidden:.1%} of the exchange hidden")

@@ -24,6 +24,7 @@ def content_of(program: Program, timeline: Played) -> dict[str, Any]:
         "microbatches": program.microbatches,
         **figures(Outcome.of(program, timeline)),
         **_overlap(timeline),
+        **_limits(timeline),
         "per_rank": [_rank(program, timeline, rank) for rank in range(len(program.ranks))],
         "actions": [[str(step) for step in steps] for steps in program.ranks],
     }
@@ -41,6 +42,14 @@ def _overlap(timeline: Played) -> dict[str, Any]:
         return {}
     plan, hidden = timeline.plan, timeline.hidden_fraction
     return {"overlap": str(plan.overlap), "order": plan.order, "hidden_fraction": None if isnan(hidden) else hidden}
+
+
+def _limits(timeline: Played) -> dict[str, Any]:
+    """Return the keys of what no order can be faster than, and of what less memory costs."""
+    if isinstance(timeline, ProgramTimeline):
+        return {}
+    front = [{"makespan": plan.predicted, "held": plan.peak_held} for plan in timeline.front]
+    return {"bound": timeline.bound, "front": front}
 
 
 def found(ranking: Ranking) -> dict[str, Any]:

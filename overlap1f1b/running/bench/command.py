@@ -105,6 +105,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
             "tokens/s": f"{row['tokens_per_s']:.0f}",
             "speed-up": f"{row['speedup']:.2f}×",
             "over bound": f"{row['over_bound']:.3f}",
+            "over any order": number(row.get("over_any_order"), ".3f"),
             floor.replace("_", " "): number(row.get(floor), ".3f"),
             "exposed ms": number(row["exposed_ms"], ".0f"),
             "hidden": number(row["hidden_fraction"], ".1%"),

@@ -24,7 +24,7 @@ from overlap1f1b.cut.options import Parts
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.learn.memory import peak_bytes
 from overlap1f1b.moe import set_auxiliary_scale
-from overlap1f1b.plan import NodeCosts, Op, Recompute
+from overlap1f1b.plan import NodeCosts, Op, Recompute, pipeline_bound
 from overlap1f1b.running.bench.compute import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
@@ -335,7 +335,10 @@ class Bench:
 
     def _floors(self, engine: Engine, bounds: Mapping[str, float]) -> Iterable[tuple[str, float]]:
         """Yield what the steps of an engine are compared with, by name, in seconds."""
-        return ((name, bounds[name]) for name in ("bound", "contended") if name in bounds)
+        yield from ((name, bounds[name]) for name in ("bound", "contended") if name in bounds)
+        plan, costs = engine.plan, engine.costs
+        assert costs is not None
+        yield "any_order", pipeline_bound(plan.program.placement, plan.program.microbatches, plan.shapes, costs)
 
     def _summary(
         self, rows: list[dict[str, Any]], bounds: Mapping[str, float], shaped: float | None, share: float

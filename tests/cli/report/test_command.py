@@ -116,8 +116,8 @@ def test_nothing_exchanged_is_no_share(capsys: Capture, tmp_path: Path, monkeypa
     assert "steady" not in result.out
     write_run(tmp_path / "run", simulated("combined_1f1b", 3))
     result = report(capsys, "--compare", "rank0.json", "run")
-    assert "run hides 54% of its exchange and rank0.json nothing; its step takes" in result.out
-    assert ["hidden", "–", "54.0%", "–"] in [line.split() for line in result.out.splitlines()]
+    assert "run hides 77% of its exchange and rank0.json nothing; its step takes" in result.out
+    assert ["hidden", "–", "76.7%", "–"] in [line.split() for line in result.out.splitlines()]
 
 
 def test_a_narrow_terminal_cuts_no_figure(run: Path) -> None:
