@@ -12,7 +12,7 @@ All of them use one budget of scheduled nodes, so the same arguments give the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from operator import attrgetter
