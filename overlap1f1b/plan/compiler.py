@@ -41,6 +41,9 @@ DEFERRED = (1, 2)
 GATHERED = (2.0, 3.0, 4.0, math.inf)
 """Tried numbers of blocks whose sharded parameters are there at once; without a bound each is gathered once a step."""
 
+ROUNDING = 1e-9
+"""Times that differ by less are equal."""
+
 NEAR = 1.1
 """An order whose first policy takes more than this multiple of the fastest is tried with no other."""
 
@@ -58,7 +61,7 @@ AGAIN = (0.15, 0.3, 0.5, 0.7)
 """Shares of the best step so far behind which beams begin once more."""
 
 NO_SLOWER = 1.005
-"""Of orders that take at most this multiple of the fastest, the one that holds the least is played."""
+"""Of orders that take at most this multiple of the fastest, the one that holds the fewest bytes is played."""
 
 RETRIED = 6
 """One of so many policies, the best, is tried once more for a host whose launches cost time."""
@@ -76,9 +79,10 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
     waits for counts and launches cost time, the best are tried once more, with these waits behind queued work.
 
     If the schedule leaves the order open, ``SEARCHED_FROM`` open actions or more let memory alone limit it: a beam
-    search and an improvement look for a faster order, and for as fast ones that hold less. Of orders that take at most
-    ``NO_SLOWER`` times the fastest, and no longer than what list scheduling found, that is returned which holds the
-    least. All of this has one :class:`Budget` of nodes, so steps of many nodes are left as they are.
+    search and an improvement look for a faster order, and for as fast ones that hold less. If costs have bytes, of
+    orders that take at most ``NO_SLOWER`` times the fastest, and no longer than what list scheduling found, that is
+    returned which holds the least; else of the fastest. All of this has one :class:`Budget` of nodes, so steps of many
+    nodes are left as they are.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> from overlap1f1b.schedule import build_schedule
@@ -133,7 +137,8 @@ def fastest(
             tries.keep(plan)
     ordered = sorted(tries.best.values(), key=_time)
     if scheduled:
-        limit = max(ordered[0].predicted, min(NO_SLOWER * ordered[0].predicted, scheduled.predicted))
+        slower = NO_SLOWER if costs.bytes else 1.0  # without bytes less is only counted
+        limit = max(ordered[0].predicted, min(slower * ordered[0].predicted, scheduled.predicted))
         first = min(filter(lambda plan: plan.predicted <= limit, ordered), key=Plan.memory)
         ordered = [first, *(plan for plan in ordered if plan is not first)]
     return [replace(plan, ranks=receiving_in_order(plan.ranks, tries.chains)) for plan in ordered]
@@ -229,9 +234,9 @@ class _Tries:
                     limit = self.best[order].predicted
                     if limit > NEAR * min(map(_time, self.best.values())):
                         continue
-                ranks, end = schedule_ranks(program, chains, self.free, policy, limit, loads)
+                ranks, end = schedule_ranks(program, chains, self.free, policy, limit * (1 + ROUNDING), loads)
                 self.budget.spend(sum(map(len, ranks)))
-                if end < self.listed[0]:
+                if end < self.listed[0] * (1 - ROUNDING):
                     self.listed = end, ranks
                 if end < math.inf:
                     ends.append((self.add(order, ranks, end), policy))
