@@ -76,7 +76,7 @@ class Row:
             overlap="serial" if plain else 3,
             offload=offload,
             offload_threshold=LEAST,
-            host_link=link,
+            host_link=link if offload else None,
             tries=0,
             verify=False,
             timeout=120,

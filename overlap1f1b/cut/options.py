@@ -130,6 +130,8 @@ class UserOptions:
         check_size("offload_threshold", self.offload_threshold, 0)
         if self.host_link is not None:
             check_number("host_link", self.host_link, above=True)
+            if not self.offload:
+                raise ValueError(f"host_link={self.host_link} without offload; allowed: with offload=True or 'auto'")
         if self.capacity is not None:
             check_number("capacity", self.capacity, above=True)
         check_size("tries", self.tries, 0)

@@ -366,7 +366,7 @@ class Engine:
             seconds = result.overlap.makespan  # a device has ended now
             since = time.thread_time()  # without the wait for the others
             result = result.told(self.costs, self._seen_by_others(step.plan, result))
-            share = (time.thread_time() - since) / seconds
+            share = (time.thread_time() - since) / max(seconds, 1e-9)
             tuner.note_told(share, on_device=step.links.watch is not None)
         tuner.learn(coming, result, self.connection.boundary.timed, counted, found)
         standing = tuner.standing_uncut if first else tuner.standing

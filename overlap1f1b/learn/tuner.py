@@ -225,6 +225,7 @@ class Tuner:
                 f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
                 f"allowed: one of {of.program.name!r} with {of.program.microbatches} for {self.shapes}"
             )
+        self.close()
         of.plan, of.coming, of.tried, of.given = self.planner.with_rendezvous(plan, self._costs), deque(), (), True
 
     @property
@@ -472,16 +473,16 @@ class Tuner:
             launches=result.times.launches,
             transfers=transfers(),
         )
-        if self.options.offload is True and not any(costs.by_node.get(key) for key in costs.by_node if key[0] in MOVES):
-            least = self.options.offload_threshold
-            raise ValueError(
-                f"offload=True where no block saves {least} bytes or more that nothing else holds; allowed: "
-                "offload=False, or a smaller offload_threshold"
-            )
         self._measured[self.setting] = replace(self.peers.agreed(costs), bytes=self.counted.held), self.shapes
         if self._coming:
             self._use(self._coming[0].setting)
             return
+        moved = (time for of, _ in self._measured.values() for key, time in of.by_node.items() if key[0] in MOVES)
+        if self.options.offload is True and not any(moved):
+            raise ValueError(
+                f"offload=True where no block saves {self.options.offload_threshold} bytes or more that nothing else "
+                "holds; allowed: offload=False, a smaller offload_threshold, or another recompute"
+            )
         choice = self.peers.made(self._chosen)
         self.predicted, self._costs, self._measured = choice.predicted or self.predicted, choice.costs, {}
         self._reshape(choice.plans[0].shapes)
@@ -533,10 +534,10 @@ class Tuner:
         slowest = self.peers.slowest([seconds for _, seconds in now.times])
         times = [median(slowest[turn :: len(plans)]) for turn in range(len(plans))]
         now.tried = sorted(map(Tried, plans, times), key=lambda one: one.seconds)
-        best, before = now.tried[0], None if self._before is None else self._before.fingerprint
-        kept = next((one for one in now.tried if one.plan.fingerprint == before), None)
+        best, before, self._before = now.tried[0], self._before, None
+        kept = next((one for one in now.tried if before and one.plan.fingerprint == before.fingerprint), None)
         if kept is not None:  # what gains less than this over the plan before may be noise
-            best, self._before = best if best.seconds < (1 - LEAST_GAIN) * kept.seconds else kept, None
+            best = best if best.seconds < (1 - LEAST_GAIN) * kept.seconds else kept
         now.plan = best.plan
         if kept is not None and best is not kept:
             self._say_of_other()
@@ -601,13 +602,14 @@ class Tuner:
     def _go_over(self, search: Search) -> None:
         """Try the plans that were searched in turns with the one before."""
         assert search.plans is not None
-        self._search, self._before = None, search.before
-        self._costs, self._rounds = search.costs, self.options.tries
+        self._search, self._costs, self._rounds = None, search.costs, self.options.tries
         self._forget()
         if search.plans[0].program.microbatches != self.microbatches:
             return  # another number of microbatches is played since
         self._play(search.plans, search.before)
-        if not self._rounds:
+        if self._now.coming:
+            self._before = search.before
+        else:
             self._say_of_other()
 
     def _say_of_other(self) -> None:

@@ -133,7 +133,7 @@ def fastest(
     if program.open and isinstance(overlap, int) and overlap >= SEARCHED_FROM:
         tries.search()
     if tries.leaves:
-        for plan in leaving(tries.played, costs, rooms, every=every, counts_block=counts_block):
+        for plan in leaving(tries.played, costs, rooms, every=every, counts_block=counts_block, progress=progress):
             tries.keep(plan)
     ordered = sorted(tries.best.values(), key=_time)
     if scheduled:

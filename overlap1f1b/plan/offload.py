@@ -12,7 +12,7 @@ backward does not wait. Where that is not enough for a limit of memory, it waits
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import itemgetter
@@ -32,12 +32,18 @@ Place = tuple[int, int, int, int]
 
 
 def leaving(
-    plans: Iterable[Plan], costs: NodeCosts, rooms: Sequence[float] = (), *, every: bool, counts_block: bool = False
+    plans: Iterable[Plan],
+    costs: NodeCosts,
+    rooms: Sequence[float] = (),
+    *,
+    every: bool,
+    counts_block: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> list[Plan]:
     """Return plans of several orders within the rooms, in which activations leave to host memory.
 
     With ``every`` all do that can be back in time; else those that have to, in the orders that could be the fastest.
-    ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step.
+    ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step. It calls ``progress``.
     """
     if every:
         return [offloaded(plan, costs, counts_block=counts_block) for plan in plans]
@@ -47,17 +53,20 @@ def leaving(
     for plan in sorted((plan for plan in found if not plan.fits(rooms)), key=lambda plan: plan.predicted):
         if plan.predicted >= best:  # with copies it is no faster
             break
-        less = _improved(plan, costs, rooms, counts_block=counts_block)
+        less = _improved(plan, costs, rooms, counts_block=counts_block, progress=progress)
         if less.fits(rooms):
             kept.append(less)
             best = min(best, less.predicted)
     return kept
 
 
-def _improved(plan: Plan, costs: NodeCosts, rooms: Sequence[float], *, counts_block: bool) -> Plan:
+def _improved(
+    plan: Plan, costs: NodeCosts, rooms: Sequence[float], *, counts_block: bool, progress: Callable[[float], None]
+) -> Plan:
     """Return what leaves for the rooms; where compute waits for a copy, perhaps another stay leaves in its place."""
     best, stays = offloaded(plan, costs, rooms, counts_block=counts_block), frozenset[Place]()
     for _ in range(ROUNDS):
+        progress(0.0)
         tries = [stays | {place} for place in _awaited(best, costs, counts_block=counts_block)[:TRIED]]
         others = [(offloaded(plan, costs, rooms, stays=one, counts_block=counts_block), one) for one in tries]
         other, stays = min(others, key=lambda one: (not one[0].fits(rooms), one[0].predicted), default=(best, stays))

@@ -37,7 +37,7 @@ class Kept:
     def __init__(self, tensor: Tensor) -> None:
         # None while it is away. Not the tensor itself: it may be an output, and the graph would keep itself alive.
         self.tensor: Any = tensor.detach()
-        self.version = tensor._version
+        self.version = self.tensor._version
 
     @property
     def is_changed(self) -> bool:
@@ -80,10 +80,11 @@ class Leaving:
 
     def pack(self, tensor: Tensor) -> Kept | Tensor:
         """Take a tensor that autograd saves."""
-        if type(tensor) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return tensor
         kept = Kept(tensor)
-        if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
+        lazy = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+        if type(tensor) is Tensor and tensor.layout is torch.strided and not lazy:
             self._kept.append(ref(kept))
         return kept
 
@@ -136,9 +137,9 @@ class Leaving:
         self._targets, self._away, self._parcel = [], [], None
         for target, (_, views) in zip(targets, away, strict=True):
             for one, (dtype, offset, shape, strides) in views:
-                if (kept := one()) is not None:
-                    tensor = torch.empty(0, dtype=dtype, device=target.device)
-                    kept.tensor = tensor.set_(target.untyped_storage(), offset, shape, strides)
+                if (kept := one()) is not None:  # views of one tensor: a change in place shows in all of them
+                    whole = target[: len(target) // dtype.itemsize * dtype.itemsize].view(dtype)
+                    kept.tensor = whole.as_strided(shape, strides, offset)
                     kept.version = kept.tensor._version
         if parcel is not None:
             self._host.keep(parcel)

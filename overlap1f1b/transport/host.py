@@ -96,12 +96,12 @@ class HostMemory:
             time.sleep(max(0.0, due - time.perf_counter()))
 
     def _taken(self, size: int) -> Any:
-        """Return a buffer of so many bytes or more. One that is too small leaves for each that is made."""
+        """Return a buffer of so many bytes or up to twice as many; for one that is made, the nearest leaves."""
         at = bisect_left(self._free, size, key=_size)
-        if at < len(self._free):
+        if at < len(self._free) and _size(self._free[at]) <= 2 * max(size, ALIGNED):
             return self._free.pop(at)
         if self._free:
-            self._free.pop()
+            self._free.pop(max(0, at - 1))
         step = max(ALIGNED, (1 << max(0, size - 1).bit_length()) // (2 * SPACING))
         return self._made(-(-size // step) * step)
 

@@ -121,8 +121,8 @@ def test_without_plans_within_the_limit_the_one_before_stays() -> None:
     assert not search.gains(COSTS, tried=0, counts_block=False)
 
 
-def _closed(rank: int, size: int) -> list[str]:
-    """Threads of searches while an engine whose plan is searched anew plays, and behind its end."""
+def _closed(rank: int, size: int, by: str) -> list[str]:
+    """Threads of searches while an engine whose plan is searched anew plays, and behind their end."""
     mesh, found = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), []
 
     def fastest(planner: Planner, *_: Any) -> list[Plan]:
@@ -144,13 +144,18 @@ def _closed(rank: int, size: int) -> list[str]:
                 engine.step(*models.batch(2, seed=rank))
             engine.step(*models.batch(2, seed=rank))
             found.append(threads())
-            engine.close()
+            if by == "close":
+                engine.close()
+            else:
+                engine.plan = engine.plan
+                assert not engine.tuner.settling
             found.append(threads())
     return found
 
 
-def test_close_ends_a_search(ranks2: Ranks) -> None:
-    assert ranks2.run(_closed) == [["overlap1f1b-search", ""], ["", ""]]  # the first rank searches
+@pytest.mark.parametrize("by", ["close", "plan"])
+def test_a_search_ends_with_its_engine_or_when_a_plan_is_set(ranks2: Ranks, by: str) -> None:
+    assert ranks2.run(_closed, by) == [["overlap1f1b-search", ""], ["", ""]]  # the first rank searches
 
 
 def test_costs_are_scaled_by_the_change() -> None:

@@ -143,10 +143,31 @@ class Saves(nn.Module):
             z = y.sin()
             y.mul_(2)
             return z
+        if self.what == "parameter":
+            with torch.no_grad():
+                self.weight.mul_(2)
+        if self.what == "alias":  # its backward comes before that of the other use
+            return y.sin() + CosineInPlace.apply(y)
+        if self.what == "jvp":
+            return y + torch.func.jvp(torch.tanh, (y,), (torch.ones_like(y),))[1]
         if self.what == "hooks":
             with saved_tensors_hooks(lambda t: (t, "the model's own"), lambda kept: kept[0]):
                 return y.sin() + y.cos()
         return y * 1.0
+
+
+class CosineInPlace(torch.autograd.Function):
+    """A sine whose backward computes in the memory of what it has saved, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.cos_()
 
 
 def engine_of(*blocks: nn.Module, **given: Any) -> Engine:
@@ -183,12 +204,41 @@ def test_hooks_around_a_step_take_everything() -> None:
     assert not moved(result)
 
 
-def test_a_change_of_what_was_saved_is_refused_as_torch_refuses_it() -> None:
-    x = torch.randn(16, 16)
-    with pytest.raises(
-        RuntimeError, match=r"block 0 \(Saves\) changes in place a tensor of \[8, 16\] that its backward needs; allowed"
-    ):
-        engine_of(Saves("in place")).step(x, target=x)
+@pytest.mark.parametrize(("what", "shape"), [("in place", "8, 16"), ("parameter", "16"), ("alias", "8, 16")])
+def test_a_change_of_what_was_saved_is_refused_as_torch_refuses_it(what: str, shape: str) -> None:
+    x = torch.randn(16, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Saves(what)(x[:8]).sum().backward()
+    says = rf"block 1 \(Saves\) changes in place a tensor of \[{shape}\] that its backward needs; allowed"
+    with pytest.raises(RuntimeError, match=says):
+        engine_of(Saves(), Saves(what), verify=False).step(x.detach(), target=x)
+
+
+def test_tangents_have_no_memory_that_could_leave() -> None:
+    x, block = torch.randn(16, 16), Saves("jvp")
+    engine_of(block).step(x, target=x)
+    own = Saves("jvp")
+    for part in x.split(8):
+        (own(part).sum() / 2).backward()
+    assert torch.equal(block.weight.grad, own.weight.grad)
+
+
+def test_recompute_is_chosen_beside_it() -> None:
+    """The mode in which nothing is left to leave is measured, too."""
+    model, data = models.build(layers=2), models.batch(2)
+    given: dict[str, Any] = {"recompute": "auto", "memory": "400MB", "tries": 0, **ALL}
+    with make(model, build_schedule("afab", microbatches=2), **given) as engine:
+        while engine.tuner.settling:
+            engine.step(data[0], target=data[1])
+        assert moved(engine.step(data[0], target=data[1]))
+
+
+def test_a_large_buffer_is_not_taken_for_a_small_tensor() -> None:
+    host, large, small = HostMemory(torch.device("cpu")), 1 << 20, 4096
+    for sizes in ((large, large), *[(small, small, large, large)] * 3):
+        for parcel in [host.leave([torch.empty(size, dtype=torch.uint8)]).result for size in sizes]:
+            host.keep(parcel)
+    assert sum(buffer.nbytes() for buffer in host._free) == 2 * (large + small)
 
 
 def test_a_step_holds_less() -> None:
