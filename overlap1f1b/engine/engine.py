@@ -362,12 +362,13 @@ class Engine:
         found = None if discovery is None else discovery.found(self.stages)
         counted = None if count is None else count.count
         result = played.result
-        if tuner.tells(coming):
+        on_device = step.links.watch is not None
+        if tuner.tells(coming, on_device=on_device):
             seconds = result.overlap.makespan  # a device has ended now
             since = time.thread_time()  # without the wait for the others
             result = result.told(self.costs, self._seen_by_others(step.plan, result))
             share = (time.thread_time() - since) / max(seconds, 1e-9)
-            tuner.note_told(share, on_device=step.links.watch is not None)
+            tuner.note_told(share, on_device=on_device)
         tuner.learn(coming, result, self.connection.boundary.timed, counted, found)
         standing = tuner.standing_uncut if first else tuner.standing
         return played._replace(result=replace(result, standing=standing) if standing else result)

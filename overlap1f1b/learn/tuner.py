@@ -542,11 +542,11 @@ class Tuner:
         if kept is not None and best is not kept:
             self._say_of_other()
 
-    def tells(self, coming: Coming) -> bool:
+    def tells(self, coming: Coming, *, on_device: bool) -> bool:
         """Return whether ranks tell each other what they saw of the exchanges of a step, alike on all of them."""
         if not self.travels or coming.purpose.looks or self.standing or coming.plan is None:
             return False
-        return self._now.steps >= self._now.next_told
+        return self._now.steps >= (self._now.next_told or (TOLD_ON_DEVICE - 1 if on_device else 0))
 
     def note_told(self, share: float, *, on_device: bool) -> None:
         """Note the share of a step that it took to tell of it, which says of which step ranks do so next.
