@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from overlap1f1b.running.transformer import MoEConfig
-from overlap1f1b.schedule import Placement, build_schedule
+from overlap1f1b.schedule import Placement
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 TINY: dict[str, tuple[str, dict[str, Any]]] = {  # options, and constants of the script
@@ -18,8 +18,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # options, and constants of the
         "",
         {
             "LIMITS": (1.3,),
-            "MICROBATCHES": 2,
-            "PROGRAM": build_schedule("combined_1f1b", microbatches=2),
+            "MICROBATCHES": (2,),
             "SIZES": {"tiny": MoEConfig(layers=1, hidden=16, intermediate=16, sequence=32)},
         },
     ),

@@ -77,7 +77,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
     assert all(row["grads_equal"] and 0 <= row["hidden_fraction"] <= 1 for row in table["rows"])
     assert table["bound_ms"] == max(table["compute_only_ms"], table["exchange_only_ms"])
     away = [row for row in sections["offload"]["result"]["rows"] if "offload" in row["name"]]
-    assert any(row["moved"] and row["gbps"] for row in away)
+    assert any(row.get("moved") and row["gbps"] for row in away)  # where something has to leave
     names = [sections["trace"]["result"][name] for name in ("timeline", "trace")]
     assert all((tmp_path / name).stat().st_size > 1000 for name in names)
     assert "Did not fit" not in text

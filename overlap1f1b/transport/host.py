@@ -17,7 +17,7 @@ from torch import Tensor
 
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Transfer
-from overlap1f1b.transport.streams import side_stream
+from overlap1f1b.transport.streams import Mark, side_stream
 
 ALIGNED = 512
 """Multiples in bytes at which tensors lie in a buffer."""
@@ -65,6 +65,7 @@ class HostMemory:
         except RuntimeError as error:
             raise ValueError(f"offload on {device} without pinned host memory; allowed: offload=False") from error
         self._out, self._back = side_stream(device, "offload"), side_stream(device, "fetch")
+        self._fetched: Mark | None = None  # the last copy back
 
     def leave(self, tensors: Sequence[Tensor]) -> Transfer[Parcel]:
         """Start to copy bytes, each ``[N]`` of uint8, to the host, behind all that was computed so far."""
@@ -82,7 +83,8 @@ class HostMemory:
         def copy(*targets: Tensor) -> None:
             self._carry(parcel.parts(), targets)
 
-        return Transfer(tensors, mark=self._back.run(copy, *tensors), sent=sum(parcel.sizes))
+        self._fetched = self._back.run(copy, *tensors)
+        return Transfer(tensors, mark=self._fetched, sent=sum(parcel.sizes))
 
     def keep(self, parcel: Parcel) -> None:
         """Keep the buffer of a parcel for others, once compute has waited for it to be fetched."""
@@ -101,6 +103,8 @@ class HostMemory:
         if at < len(self._free) and _size(self._free[at]) <= 2 * max(size, ALIGNED):
             return self._free.pop(at)
         if self._free:
+            if self._fetched is not None:  # a copy may still read it
+                self._fetched.synchronize()
             self._free.pop(max(0, at - 1))
         step = max(ALIGNED, (1 << max(0, size - 1).bit_length()) // (2 * SPACING))
         return self._made(-(-size // step) * step)

@@ -165,7 +165,9 @@ def draw(seed: int) -> Case | Hidden:
         return case
     masked, biased = random.random() < 0.4, not case.autocast and random.random() < 0.4
     differ = case.ranks > 1 and random.random() < 0.4
-    layouts = tuple(replace(layout, offload=random.random() < 0.3) for layout in case.layouts)
+    layouts = tuple(  # steps that measure refuse it where nothing is left to leave
+        replace(layout, offload=random.random() < 0.3 and not layout.measured) for layout in case.layouts
+    )
     return replace(
         case,
         layouts=layouts,

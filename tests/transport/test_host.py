@@ -23,7 +23,7 @@ def test_buffers_are_used_again() -> None:
             assert all(map(torch.equal, back, tensors))
             host.keep(parcel)
             made.append(make_one.call_count)
-    assert made == [1, 1, 1, 2, 2, 2]
+    assert made == [1, 1, 1, 2, 2, 3]  # the last is far smaller
     assert bytes_of(torch.ones(2).untyped_storage()).tolist() == [0, 0, 128, 63] * 2
 
 
