@@ -74,7 +74,7 @@ class Verification:
         self._tables.append(tables)
 
     def play(self, step: Step, twin: Plan) -> PlayedStep:
-        """Play a step for the first time; return it if it leaves what the loop ``twin`` does; or VerificationError.
+        """Play a step for the first time; return it if it leaves what the loop ``twin`` does, else VerificationError.
 
         Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
         step is played once more, since it can be compared only without these sums. A parameter that changes is an

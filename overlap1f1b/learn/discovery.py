@@ -43,7 +43,7 @@ class Shown(NamedTuple):
     """Exchanges of a block, the same in all microbatches so far."""
 
     forms: frozenset[tuple[Forms, ...]]  # tensors of all exchanges of each microbatch
-    swapped: frozenset[tuple[int, int]]  # A later and an earlier exchange of the same sizes, swapped, every time
+    swapped: frozenset[tuple[int, int]]  # a later and an earlier exchange of the same sizes, swapped, every time
 
     @classmethod
     def by(cls, seen: Sequence[Seen]) -> Shown:

@@ -49,7 +49,7 @@ class Resource(StrEnum):
     EXCHANGE = "exchange"
     CONTROL = "control"
     PEER = "peer"
-    HOST = "host"
+    HOST = "memory"
 
     __hash__ = str.__hash__
 
