@@ -3,6 +3,7 @@
     python benchmarks/drift.py               # the link's rate is halved after 60 steps
     python benchmarks/drift.py --noise 500   # each exchange takes up to 10 % more or less, for 500 steps
     python benchmarks/drift.py --noise 500 --part 0   # nothing changes but the load of the machine
+    python benchmarks/drift.py --cost 16     # processor time of what watches, of 16 steps
 
 Printed: when the engine went over to another plan, and the medians of steps before, behind the change and at the end.
 Then an engine measures its costs with the slow link from the beginning, for the best order of the new rate. Losses are
@@ -16,8 +17,10 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
-from statistics import median
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -26,7 +29,9 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b import Engine, EngineOptions, build_schedule
+from overlap1f1b import Engine, EngineOptions, StepResult, build_schedule
+from overlap1f1b.engine.gate import Gate
+from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.running.bench.compute import TimedCompute
 from overlap1f1b.running.link import PacedExchange
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
@@ -34,10 +39,11 @@ from overlap1f1b.running.workload import loss_fn
 from overlap1f1b.transport.exchange import Transfer, own_exchange
 
 CONFIG = MoEConfig(layers=2, hidden=64, intermediate=64, experts=4, top_k=2, sequence=64, heads=2)
-MICROBATCHES, SPEED, GBPS = 4, 0.3e9, 0.0022
+MICROBATCHES, SPEED, GBPS = 4, 0.3e9, 0.0015
 """Exchanges take half as long as compute: with half the rate another order hides more, by prediction."""
 BEFORE, BEHIND, LAST = 20, 50, 11
 NOISE = 0.1
+GATE = 0.1
 
 
 class NoisyExchange(PacedExchange):
@@ -61,11 +67,8 @@ def engine_of(gbps: float, options: argparse.Namespace) -> tuple[Engine, NoisyEx
     link = NoisyExchange(own_exchange(mesh.get_group("ep")), gbps)
     given: Any = {"mesh": mesh, "loss_fn": loss_fn, "exchange": link}
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES, extra_warmup=1)
-    return (
-        Engine(model, program, options=EngineOptions(overlap=3, verify=False, drift=True), **given),
-        link,
-        TimedCompute(SPEED),
-    )
+    wanted = EngineOptions(overlap=3, verify=False, drift=True, gate=GATE if options.cost else None)
+    return Engine(model, program, options=wanted, **given), link, TimedCompute(SPEED)
 
 
 def play(
@@ -99,15 +102,55 @@ def play(
     return seconds, said, losses
 
 
+@contextmanager
+def clocked(owner: type, name: str, spent: Counter[str]) -> Iterator[None]:
+    """Sum the processor time of the main thread in a method of a class."""
+    method = getattr(owner, name)
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        since = time.thread_time()
+        try:
+            return method(*arguments, **options)
+        finally:
+            spent[f"{owner.__name__}.{name}"] += time.thread_time() - since
+
+    setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+
+
+def watched(rank: int, options: argparse.Namespace) -> list[str]:
+    """Return what telling, watching, the gate and metrics take of a step in which nothing changes."""
+    engine, _, compute = engine_of(GBPS, options)
+    rows = torch.randint(0, CONFIG.vocabulary, (2 * MICROBATCHES, CONFIG.sequence + 1))
+    spent, seconds = Counter[str](), list[float]()
+    watches = ((Engine, "_seen_by_others"), (Tuner, "_watch"), (Gate, "found"), (StepResult, "metrics"))
+    with compute.entered(engine.model), ExitStack() as stack:  # type: ignore[arg-type]
+        while engine.tuner.settling:
+            engine.step(rows[:, :-1].contiguous(), target=rows[:, 1:].contiguous())
+        for owner, name in watches:
+            stack.enter_context(clocked(owner, name, spent))
+        for _ in range(options.cost):
+            start = time.perf_counter()
+            engine.step(rows[:, :-1].contiguous(), target=rows[:, 1:].contiguous()).metrics()
+            seconds.append(time.perf_counter() - start)
+    engine.close()
+    mean, lines = fmean(seconds), list[str]()
+    lines.append(f"{len(engine.plan.ranks[0])} nodes, a step of {1e3 * mean:.0f} ms; ms of processor a step:")
+    lines += [f"  {name}: {1e3 * of / options.cost:.2f}" for name, of in spent.items()]
+    return [*lines, f"{spent.total() / options.cost / mean:.2%} of a step"]
+
+
 def rank_of(rank: int, folder: str, options: argparse.Namespace) -> None:
     """Run one rank; the first prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    seconds, said, losses = play(rank, GBPS, GBPS / 2, options)
-    lines = said
+    seconds, lines, losses = ([], watched(rank, options), []) if options.cost else play(rank, GBPS, GBPS / 2, options)
     if options.noise:
         lines.append(f"{options.noise} steps with {options.part:.0%} of noise, median {1e3 * median(seconds):.0f} ms")
-    else:
+    elif not options.cost:
         best, _, _ = play(rank, GBPS / 2, GBPS / 2, options)
         before, behind, end = (seconds[BEFORE - LAST : BEFORE], seconds[BEFORE : BEFORE + 10], seconds[-LAST:])
         times = ", ".join(f"{1e3 * median(part):.0f}" for part in (before, behind, end, best[-LAST:]))
@@ -121,6 +164,7 @@ def rank_of(rank: int, folder: str, options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--noise", type=int, default=0)
+    parser.add_argument("--cost", type=int, default=0)
     parser.add_argument("--part", type=float, default=NOISE)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:

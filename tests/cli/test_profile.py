@@ -87,8 +87,9 @@ def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path
         assert len(own["steps"]) == 2
         exchange, exposed = (sum(step[name] for step in own["steps"]) / 2 for name in ("exchange_ms", "exposed_ms"))
         assert own["hidden_fraction"] == pytest.approx(1 - exposed / exchange), "means, as the report's"
-        assert found["exchange_ms"] == pytest.approx(exchange, rel=0.03)
-        assert found["exposed_ms"] == pytest.approx(exposed, abs=0.03 * exchange)
+        assert found["exchange_ms"] == pytest.approx(exchange, rel=0.001)
+        # Ranges hold the engine's own times and what the player does around them, which takes any time on busy cores.
+        assert 0 < found["exposed_ms"] <= exposed + 0.001 * exchange
         assert found["peak_bytes"] > found["parameter_bytes"] > 0, "the step that warms up the profiler has counted"
     assert content["verdict"] in err
 
