@@ -319,3 +319,5 @@ class Connection:
                 for lane in self.lanes:
                     lane.close()
                 self.boundary.close()
+                if self.links.host is not None:
+                    self.links.host.close()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.intervals import Interval, common, difference, length, union
-from overlap1f1b.plan.node import MOVES, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, awaited_by
+from overlap1f1b.plan.node import MOVES, OWN_AGAIN, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, awaited_by
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.schedule.placement import SINGLE
 
@@ -29,10 +29,6 @@ def destination(node: Node) -> Key:
     """Return the chain that receives the message of a SEND node."""
     _, kind, microbatch, _, _, _, stage, pipe = node
     return pipe, stage + (1 if kind is _F else -1), microbatch, kind
-
-
-def _place(node: Node) -> tuple[int, ...]:
-    return node.microbatch, node.block, node.stage, node.pipe
 
 
 class Span(NamedTuple):
@@ -74,7 +70,7 @@ class Clock:
     between stages and an exchange share links, at either end of the transfer, each gets half of the rate while both
     run. So an exchange may delay the arrival of a transfer that was sent before: play the ranks in the order of time.
     Gathers of parameters have other ranks and a lane of their own: they follow each other, and delay no exchange. So
-    do copies of activations to host memory, and those back; a block's backward waits for the latter.
+    do copies of activations to host memory, and those back; a segment's backward waits for the latter.
 
     Args:
         costs: Cost of each node.
@@ -112,7 +108,7 @@ class Clock:
         self.ready: dict[Key, float] = {}
         self.arrived: dict[Key, dict[Place, float]] = {}  # ends of exchanges that no compute has taken yet
         self.gathered: dict[tuple[int, int], float] = {}  # ends of the gathers, by stage and block
-        self.moved: dict[tuple[int, ...], float] = {}  # ends of the copies of activations, by stage, block and the like
+        self.moved: dict[tuple[int, ...], float] = {}  # ends of the copies of activations, by their stay
         self.copied = {Op.OFFLOAD: 0.0, Op.FETCH: 0.0}  # times at which each way of the link to host memory is free
         self.known: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}  # costs, by node without microbatch
 
@@ -183,12 +179,15 @@ class Clock:
 
     def _brought(self, node: Node) -> float:
         """Return when the parameters of a compute node are gathered, and its activations back from the host."""
-        back = node.kind is _I and node.op not in RECOMPUTES
-        return max(self.gathered.get((node.stage, node.block), 0.0), self.moved.pop(_place(node), 0.0) if back else 0.0)
+        stay, ends = node.stay, [self.gathered.get((node.stage, node.block), 0.0)]
+        if node.kind is _I:
+            every = [one for one in self.moved if one[:4] == stay[:4]] if node.op in OWN_AGAIN else [stay]
+            ends += [self.moved.pop(one, 0.0) for one in every]
+        return max(ends)
 
     def _move(self, node: Node) -> Span:
         """Copy activations to host memory or back, or wait until they have left; or free parameters."""
-        op, place = node.op, _place(node)
+        op, place = node.op, node.stay
         if op not in self.copied:
             self.now = self.now if op is _RELEASE else max(self.now, self.moved[place])
             return Span(node, self.now, self.now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NamedTuple
@@ -106,27 +106,28 @@ class NodeCosts:
 
     def peak_bytes(self, ranks: Iterable[Iterable[Node]]) -> tuple[float, ...]:
         """Return the most bytes that nodes of each rank hold at once in their order, beyond those before the first."""
-        return tuple(map(self._peak, ranks)) if self.bytes else ()
+        return tuple(max(self.needs(nodes), default=0.0) for nodes in ranks) if self.bytes else ()
 
-    def _peak(self, nodes: Iterable[Node]) -> float:
-        level = peak = 0.0
-        begun: set[CostKey] = set()
+    def needs(self, nodes: Iterable[Node]) -> Iterator[float]:
+        """Yield the most bytes that are held at once while each node runs, in their order, beyond those before it."""
+        level, begun = 0.0, set[CostKey]()
         for node in nodes:
             kept, most, first = self.bytes.get(key := cost_key(node), _NOTHING)
             if key not in begun:
                 begun.add(key)
                 level += first
-            peak = max(peak, level + most)
+            yield level + most
             level += kept
-        return peak
 
     def in_parts(self, parts: int) -> NodeCosts:
         """Return the costs of nodes of calls of experts that are cut into ``parts``, without what smaller nodes cost.
 
         Only ``by_op`` changes: a measured step has measured the parts. Gradients of the experts' weights stay one node.
+        Copies are those of two segments more than parts.
         """
-        whole = {(op, kind) for op in PARTED for kind in (Kind.F, Kind.I)}
-        by_op = {key: cost / parts if key in whole else cost for key, cost in self.by_op.items()}
+        shares = dict.fromkeys(((op, kind) for op in PARTED for kind in (Kind.F, Kind.I)), float(parts))
+        shares |= dict.fromkeys(((Op.OFFLOAD, Kind.F), (Op.FETCH, Kind.I)), (2 + parts) / 3)
+        by_op = {key: cost / shares.get(key, 1.0) for key, cost in self.by_op.items()}
         return replace(self, by_op=by_op)
 
     @classmethod
@@ -151,7 +152,7 @@ class NodeCosts:
         """Return equal costs for every block; input and weight gradients each cost as much as the forward.
 
         Recomputation costs as much as the forward, too. Every node costs the host ``launch``. A ``copy`` carries a
-        block's activations to host memory, or back.
+        block's activations to host memory, or back, those of its three segments one after another.
         """
         combine = dispatch if combine is None else combine
         weighted = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
@@ -161,7 +162,7 @@ class NodeCosts:
         table |= {(RECOMPUTE_OF[op], Kind.I): _time(op, cost) for op, cost in weighted.items()}
         table |= {(Op.COUNTS, Kind.F): _time(Op.COUNTS, counts), (Op.REDUCE, Kind.W): _time(Op.REDUCE, reduce)}
         table[Op.GATHER, Kind.W] = _time(Op.GATHER, gather)
-        table |= {(Op.OFFLOAD, Kind.F): _time(Op.OFFLOAD, copy), (Op.FETCH, Kind.I): _time(Op.FETCH, copy)}
+        table |= dict.fromkeys(((Op.OFFLOAD, Kind.F), (Op.FETCH, Kind.I)), _time(Op.OFFLOAD, copy) / 3)
         check_number("launch", launch)
         launches = {(op, kind): float(launch) for op in Op for kind in Kind} if launch else {}
         return cls(table, shared_links=shared_links, launch=launches)

@@ -13,7 +13,7 @@ class Op(StrEnum):
 
     ``SEND`` and ``RECEIVE`` pass activations and gradients between stages of different ranks. ``RECOMPUTE_…`` runs the
     forward of its sub-op again, as a part of the backward, because the activations were dropped. ``GATHER`` brings the
-    sharded parameters of a block, ``RELEASE`` frees them. ``OFFLOAD`` copies what a block's forward has left for its
+    sharded parameters of a block, ``RELEASE`` frees them. ``OFFLOAD`` copies what a segment's forward has left for its
     backward to host memory, ``FREE`` waits for that and frees it, and ``FETCH`` brings it back.
     """
 
@@ -78,6 +78,8 @@ SEGMENT_BEHIND = {Op.DISPATCH: Op.EXPERTS, Op.COMBINE: Op.AGGREGATE}
 CONTRIBUTING = frozenset((Op.DENSE, Op.ATTENTION, Op.EXPERTS, Op.AGGREGATE))
 """Sub-ops whose backward may contribute to gradients of parameters."""
 RECOMPUTES = frozenset(RECOMPUTE_OF.values())
+OWN_AGAIN = RECOMPUTES - {Op.RECOMPUTE_EXPERTS}
+"""Sub-ops that compute all of a block again but its experts: they need what each of its segments has kept for that."""
 MOVES = frozenset((Op.OFFLOAD, Op.FREE, Op.FETCH))
 """Sub-ops of a block's activations that go to host memory and come back. They belong to no action: any order may get
 them, see :func:`overlap1f1b.plan.offload.offloaded`."""
@@ -93,6 +95,7 @@ _DROPPED: dict[Recompute, tuple[Op, ...]] = {
     "block": (Op.DENSE, Op.ATTENTION, Op.EXPERTS),
 }
 
+_BEHIND = {Op.EXPERTS: 1, Op.RECOMPUTE_EXPERTS: 1, Op.AGGREGATE: 2}
 _ROUND_TRIP = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 
 Place = tuple[Op, int, int]
@@ -106,7 +109,8 @@ class Node(NamedTuple):
     'experts.w[1] m3'
 
     ``block`` counts the stage's blocks, ``call`` a block's calls of experts (or its own exchanges of a sub-op, or
-    its gathers), ``part`` the parts of a call; weight gradients of all parts are one node.
+    its gathers), ``part`` the parts of a call; weight gradients of all parts are one node. Copies to host memory and
+    back have number and part of a :attr:`segment` in place of both.
     """
 
     op: Op
@@ -132,6 +136,22 @@ class Node(NamedTuple):
     def place(self) -> Place:
         """Where it is in its block."""
         return self.op, self.call, self.part
+
+    @property
+    def segment(self) -> tuple[int, int]:
+        """Number and part of the segment whose activations it leaves or needs: the first, then experts, sums, experts …
+
+        >>> Node(Op.AGGREGATE, Kind.I, microbatch=0, block=0, call=1).segment
+        (4, 0)
+        """
+        if self.op in MOVES:
+            return self.call, self.part
+        return (2 * self.call + _BEHIND[self.op], self.part) if self.op in _BEHIND else (0, 0)
+
+    @property
+    def stay(self) -> tuple[int, ...]:
+        """Microbatch, block, stage, pipe and segment of these activations."""
+        return (self.microbatch, self.block, self.stage, self.pipe, *self.segment)
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
-"""Which activations leave to host memory, and when: what a block's forward has left for one microbatch is one stay.
+"""Which activations leave to host memory, and when: what a segment's forward has left for one microbatch is one stay.
 
-A stay's copy starts right behind the block's forward. Where the activations are freed, and where they are fetched, are
-places in the order of nodes, so that what a rank holds depends on the order alone, and on no clock::
+A stay's copy starts right behind that forward. Where the activations are freed, and where they are fetched, are places
+in the order of nodes, so that what a rank holds depends on the order alone, and on no clock::
 
     dense.f[0] m0, offload.f[0] m0, …, free.f[0] m0, …, fetch.b[0] m0, …, dense.b[0] m0
 
@@ -20,15 +20,15 @@ from operator import itemgetter
 from overlap1f1b.plan.clock import Span, play_ranks
 from overlap1f1b.plan.costs import Held, NodeCosts, cost_key
 from overlap1f1b.plan.intervals import Interval
-from overlap1f1b.plan.node import MOVES, RECOMPUTES, Node, Op, Resource
+from overlap1f1b.plan.node import MOVES, OWN_AGAIN, Node, Op, Resource
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
 ROUNDS, TRIED = 8, 6
 """How often an order is improved by a stay that does not leave, and of how many the best is chosen."""
 
-Place = tuple[int, int, int, int]
-"""Microbatch, block, stage and pipe of a stay."""
+Place = tuple[int, ...]
+"""What tells a stay: :attr:`Node.stay`."""
 
 
 def leaving(
@@ -82,7 +82,7 @@ def _awaited(plan: Plan, costs: NodeCosts, *, counts_block: bool) -> list[Place]
     for spans in play_ranks(plan.ranks, plan.program.placement, costs, counts_block=counts_block):
         now, back = 0.0, dict[Place, float]()
         for node, start, end in spans:
-            place = _place(node)
+            place = node.stay
             if node.op is Op.FETCH:
                 back[place] = end
             computes = node.resource is Resource.COMPUTE
@@ -128,20 +128,17 @@ def offloaded(
     return replace(plan, ranks=tuple(ranks), predicted=end, peak_bytes=costs.peak_bytes(ranks))
 
 
-def _place(node: Node) -> Place:
-    return node.microbatch, node.block, node.stage, node.pipe
-
-
 @dataclass(eq=False)
 class _Stay:
-    """The activations of a block for one microbatch, between two positions in the order.
+    """The activations of a segment for one microbatch, between two positions in the order.
 
     Args:
-        node: Of the block and microbatch.
-        begin: Position behind the block's forward.
+        node: Its forward.
+        begin: Position behind that.
         end: Position of its backward.
         bytes: What leaves.
-        out, back: Times of the copies.
+        out, back: Times that the copies take.
+        left, needed: When that to the host ends, and when that back begins.
         free, fetch: Positions before which they are freed and fetched, once they leave.
     """
 
@@ -151,6 +148,8 @@ class _Stay:
     bytes: float
     out: float
     back: float
+    left: float = 0.0
+    needed: float = 0.0
     free: int = -1
     fetch: int = -1
 
@@ -160,7 +159,8 @@ class _Stay:
 
     def of(self, op: Op) -> Node:
         kind = Kind.I if op is Op.FETCH else Kind.F
-        return self.node._replace(op=op, kind=kind, call=0, part=0)
+        number, part = self.node.segment
+        return self.node._replace(op=op, kind=kind, call=number, part=part)
 
 
 @dataclass(eq=False)
@@ -169,21 +169,21 @@ class _Link:
 
     taken: list[Interval] = field(default_factory=list)
 
-    def first(self, since: float, length: float) -> Interval:
-        """Return the first free time of a length that begins at a time or later."""
+    def first(self, since: float, length: float) -> float:
+        """Return the end of the first free time of a length that begins at a time or later."""
         for begin, end in self.taken:
             if begin - since >= length:
                 break
             since = max(since, end)
-        return since, since + length
+        return since + length
 
-    def last(self, until: float, length: float) -> Interval:
-        """Return the last free time of a length that ends at a time or earlier."""
+    def last(self, until: float, length: float) -> float:
+        """Return the begin of the last free time of a length that ends at a time or earlier."""
         for begin, end in reversed(self.taken):
             if until - end >= length:
                 break
             until = min(until, begin)
-        return until - length, until
+        return until - length
 
 
 class _Line:
@@ -205,18 +205,19 @@ class _Line:
         self.starts.append(now)
         self.issued.append(now)
         self.out, self.back = _Link(), _Link()
-        self.stays = [one for one in self._stays(plan) if _place(one.node) not in stays]
+        self.stays = [one for one in self._stays(plan) if one.node.stay not in stays]
 
     def _stays(self, plan: Plan) -> list[_Stay]:
         begins, ends = dict[Place, int](), dict[Place, int]()
         for at, node in enumerate(self.order):
-            place = _place(node)
+            place = node.stay
             if node.resource is not Resource.COMPUTE or not plan.shapes[node.stage][node.block].offload:
                 continue
             if node.kind is Kind.F:
                 begins[place] = at + 1
-            elif node.kind is Kind.I and node.op not in RECOMPUTES:
-                ends.setdefault(place, at)
+            elif node.kind is Kind.I:
+                for one in [one for one in begins if one[:4] == place[:4]] if node.op in OWN_AGAIN else [place]:
+                    ends.setdefault(one, at)
         found = []
         for place, begin in begins.items():
             if place in ends:
@@ -227,30 +228,31 @@ class _Line:
                 found.append(stay)
         return found
 
-    def _window(self, stay: _Stay) -> tuple[int, int]:
-        """Return where a stay would be freed and fetched if nothing shall wait; the second may come first."""
-        _, left = self.out.first(self.issued[stay.begin], stay.out)
-        needed, _ = self.back.last(self.starts[stay.end], stay.back)
-        free = bisect_left(self.starts, left, stay.begin, stay.end)
-        return free, bisect_right(self.issued, needed, stay.begin, stay.end + 1) - 1
+    def _look(self, stay: _Stay) -> tuple[int, int]:
+        """Find times for the copies of a stay; return where it would be freed and fetched if nothing shall wait."""
+        if not stay.leaves:
+            stay.left = self.out.first(self.issued[stay.begin], stay.out)
+            stay.needed = self.back.last(self.starts[stay.end], stay.back)
+        free = bisect_left(self.starts, stay.left, stay.begin, stay.end)
+        return free, bisect_right(self.issued, stay.needed, stay.begin, stay.end + 1) - 1
 
     def _let_leave(self, stay: _Stay, free: int, fetch: int) -> None:
         if not stay.leaves:
-            insort(self.out.taken, self.out.first(self.issued[stay.begin], stay.out))
-            insort(self.back.taken, self.back.last(self.starts[stay.end], stay.back))
+            insort(self.out.taken, (stay.left - stay.out, stay.left))
+            insort(self.back.taken, (stay.needed, stay.needed + stay.back))
         stay.free, stay.fetch = free, fetch
 
     def leave_all(self) -> None:
         """Let all stays leave that can come back in time."""
         for stay in self.stays:
-            free, fetch = self._window(stay)
+            free, fetch = self._look(stay)
             some = stay.bytes > 0 if self.costs.bytes else stay.out > 0 or not self.costs.by_node
             if some and free <= fetch:
                 self._let_leave(stay, free, fetch)
 
     def keep_within(self, room: float) -> None:
         """Let stays leave, until no node needs more than the room, or none is left that could."""
-        needs = self._needs()
+        needs = list(self.costs.needs(self.order))
         for at in range(len(needs)):
             while needs[at] > room:
                 here = [one for one in self.stays if one.bytes > 0 and one.begin <= at < one.end]
@@ -258,34 +260,17 @@ class _Line:
                 _, stay = min(prices, key=itemgetter(0), default=(None, None))
                 if stay is None:
                     return
-                free, fetch = (stay.free, stay.fetch) if stay.leaves else self._window(stay)
-                before = range(stay.free, stay.fetch) if stay.leaves else range(0)
+                free, fetch = (stay.free, stay.fetch) if stay.leaves else self._look(stay)
+                before = range(stay.free, stay.fetch)
                 self._let_leave(stay, min(free, at), max(fetch, at + 1))
                 for position in range(stay.free, stay.fetch):
                     needs[position] -= stay.bytes * (position not in before)
 
     def _price(self, stay: _Stay, at: int) -> tuple[float, float]:
         """Return the time that it costs for each byte if a stay is away at a position; then how soon it is back."""
-        waits = 0.0
-        if stay.leaves:
-            waits += max(0.0, self.issued[stay.free] - self.starts[at]) if at < stay.free else 0.0
-            waits += max(0.0, self.issued[at + 1] - self.issued[stay.fetch]) if at >= stay.fetch else 0.0
-        else:
-            _, left = self.out.first(self.issued[stay.begin], stay.out)
-            needed, _ = self.back.last(self.starts[stay.end], stay.back)
-            waits += max(0.0, left - self.starts[at]) + max(0.0, self.issued[at + 1] - needed)
+        self._look(stay)
+        waits = max(0.0, stay.left - self.starts[at]) + max(0.0, self.issued[at + 1] - stay.needed)
         return waits / stay.bytes, -self.starts[stay.end]
-
-    def _needs(self) -> list[float]:
-        """Return the bytes that the rank needs at each node, if nothing leaves."""
-        level, begun, needs = 0.0, set[object](), list[float]()
-        for node in self.order:
-            kept, most, first = self.costs.bytes.get(key := cost_key(node), Held())
-            level += 0.0 if key in begun else first
-            begun.add(key)
-            needs.append(level + most)
-            level += kept
-        return needs
 
     def nodes(self) -> list[Node]:
         """Return the order with the copies."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from overlap1f1b.plan.costs import Cost, CostKey, Held, NodeCosts
-from overlap1f1b.plan.node import OF_PARAMETERS, RECOMPUTES, Recompute, StageShape
+from overlap1f1b.plan.node import MOVES, OF_PARAMETERS, RECOMPUTES, Recompute, StageShape
 from overlap1f1b.schedule import Kind
 
 Measured = Mapping[Recompute, tuple[NodeCosts, tuple[StageShape, ...]]]
@@ -46,8 +46,9 @@ def choices(measured: Measured) -> Iterator[tuple[NodeCosts, tuple[StageShape, .
 
 
 def _held(costs: NodeCosts, stage: int, block: int) -> float:
-    """Return the bytes that a microbatch holds in a block after its forward."""
-    return sum(of.kept for key, of in costs.bytes.items() if key[1] is Kind.F and key[2:4] == (stage, block))
+    """Return the bytes that a microbatch holds in a block after its forward, if nothing leaves."""
+    mine = (of for key, of in costs.bytes.items() if key[1:4] == (Kind.F, stage, block) and key[0] not in MOVES)
+    return sum(of.kept for of in mine)
 
 
 def _mixed(measured: Measured, modes: Mapping[tuple[int, int], Recompute]) -> tuple[NodeCosts, tuple[StageShape, ...]]:

@@ -39,7 +39,7 @@ from overlap1f1b.play.crossing import CrossingMode, Lookout, eager
 from overlap1f1b.play.gradients import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.observers import ExpertCall
-from overlap1f1b.play.offload import Leaving
+from overlap1f1b.play.offload import Kept, Leaving
 from overlap1f1b.play.passage import Passage, Phase, Tensors, absent, check_call, is_absent, name_call
 from overlap1f1b.play.recompute import DroppedPart, Recomputation
 from overlap1f1b.play.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use
@@ -49,6 +49,8 @@ from overlap1f1b.transport.suspension import NO_HANDLERS, OUTSIDE, Forward, Hand
 
 WALKED = "backward through the graph a second time"
 """In torch's error of a graph that has been freed."""
+HOOKED = "don't yet support saved tensor hooks"
+"""In torch's error of a transform under hooks, the engine's or a caller's."""
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -205,8 +207,8 @@ class BlockRun:
     def _recomputation(self) -> Recomputation:
         """Return what computes parts of the forward again; it does not refer to this run."""
         if self.recomputation is None:
-            seed = self.microbatch.random.seed
-            self.recomputation = Recomputation(self.installed, self.block, seed, self.own.hides)
+            seed, keep = self.microbatch.random.seed, Kept if self.leaving is None else self.leaving.pack
+            self.recomputation = Recomputation(self.installed, self.block, seed, self.own.hides, keep)
         return self.recomputation
 
     def _resume(self, results: Sequence[tuple[Sent, list[Any]]]) -> Reached:
@@ -490,8 +492,6 @@ class BlockRun:
             ) from error
 
     def _begin_backward(self) -> None:
-        if self.leaving is not None:
-            self.leaving.come_back()
         grads = self.microbatch.take_gradients()
         outs, self.outs = self.outs, []
         name = self.installed.stage.names[self.last]
@@ -589,6 +589,11 @@ def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
         else:
             returned = module(*x)
     except (IndexError, RuntimeError) as error:
+        if HOOKED in str(error):
+            raise ValueError(
+                f"{name} calls torch.func.grad, vjp or the like, which know no hooks of saved tensors; allowed: "
+                "offload=False and recompute='none', or torch.autograd.grad"
+            ) from None
         if OUTSIDE not in str(error):
             name_call(error, name, *x)
             raise

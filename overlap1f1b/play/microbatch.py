@@ -11,13 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap1f1b.play.block import BlockRun
 from overlap1f1b.play.gradients import accumulate
 from overlap1f1b.play.install import Installation
+from overlap1f1b.play.offload import Leaving
 from overlap1f1b.play.passage import Passage, Phase, Transfers
 
 
 def check_gradients_possible() -> None:
-    """Raise a ValueError in inference mode, or in the forward of a ``DistributedDataParallel``."""
+    """Raise a ValueError in inference mode, a transform of torch.func, or a ``DistributedDataParallel``'s forward."""
     if torch.is_inference_mode_enabled():
         raise ValueError("a step with gradients under torch.inference_mode(); allowed: outside of it, or evaluate()")
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError("a step inside a transform of torch.func, such as grad; allowed: outside of it")
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise ValueError(
             "a step with gradients in the forward of a DistributedDataParallel, which sums them again, those of other "
@@ -35,6 +38,11 @@ class Microbatch(Passage):
     def runs(self) -> dict[int, BlockRun]:
         """The run of each block between its first node and its last."""
         return {}
+
+    def leaving(self, block: int) -> Leaving | None:
+        """Return what the run of a block has left that may leave to host memory."""
+        run = self.runs.get(block)
+        return None if run is None else run.leaving
 
     def install(self, installed: Installation) -> None:
         """Go on in another step."""

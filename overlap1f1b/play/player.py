@@ -155,12 +155,18 @@ class Player:
             self.alive.begin(microbatch)
         # 1. Wait for the exchange or transfer before it, perhaps with other weight gradients.
         received: Mapping[Place, Any] = self._await(turn, microbatch) if turn.awaits or turn.receives else _NOTHING
+        moves = self.links.host is not None
+        if moves and node.kind is Kind.I and (leaving := microbatch.leaving(node.block)) is not None:
+            leaving.come_back(node)
         if self._looked_at:
             self._tell_ready(node, received)
         # 2. Compute.
         begun = times.stamp()
         compute(turn, microbatch, received)
         times.computed(node, begun)
+        if moves and node.kind is Kind.F and (leaving := microbatch.leaving(node.block)) is not None:
+            received = _NOTHING  # else it would hold them
+            leaving.end(node)
         # 3. Release a microbatch that has ended.
         if microbatch.phase is Phase.WEIGHTS:
             self.alive.end(microbatch)
@@ -233,15 +239,16 @@ class Player:
     def _move(self, turn: Turn) -> None:
         """Start to copy activations to host memory or back, or free what has left."""
         node = turn.node
-        leaving = self._microbatches[turn.key].runs[node.block].leaving
+        leaving = self._microbatches[turn.key].leaving(node.block)
         if leaving is None:
             return
+        stay = leaving.stays[node.segment]
         if node.op is Op.FREE:
-            leaving.free()
+            stay.free()
             return
-        post = leaving.leave if node.op is Op.OFFLOAD else leaving.fetch
-        leaving.flight = self.links.lanes[node.op, node.kind].launch(node, post)
-        self.times.flights.append(leaving.flight)
+        post = stay.leave if node.op is Op.OFFLOAD else stay.fetch
+        stay.flight = self.links.lanes[node.op, node.kind].launch(node, post)
+        self.times.flights.append(stay.flight)
 
     def _launch_exchange(self, turn: Turn) -> None:
         node, microbatch, times = turn.node, self._microbatches[turn.key], self.times

@@ -35,13 +35,15 @@ from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.plan import Op
 from overlap1f1b.play.crossing import CrossingMode, eager
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.offload import Leaving
+from overlap1f1b.play.offload import Kept, Leaving
 from overlap1f1b.play.random import RandomStream
 from overlap1f1b.play.segment import Entry
 from overlap1f1b.play.values import PlaceValues
 from overlap1f1b.transport.suspension import Exchanged, Forward, Handlers, Stack, ThreadState
 
 _NOTHING = nullcontext()
+Keep = Callable[[Tensor], "Kept | Tensor"]
+"""Keeps a tensor, which may be away until it is needed."""
 
 
 class Saved:
@@ -58,31 +60,28 @@ class Saved:
 class Point:
     """What a second forward begins or goes on with, at a place where the first has just begun or gone on.
 
-    ``values`` are the part's arguments, or what an exchange has brought.
+    ``values`` are the part's arguments, or what an exchange has brought; ``keep`` keeps those that are tensors.
     """
 
-    def __init__(self, recomputation: Recomputation, forward: Forward, values: Sequence[Any]) -> None:
+    def __init__(self, recomputation: Recomputation, forward: Forward, values: Sequence[Any], keep: Keep) -> None:
         stage = recomputation.installed.stage
-        self.values = tuple([value.detach() if isinstance(value, Tensor) else value for value in values])
+        self._values = [keep(value) if isinstance(value, Tensor) else value for value in values]
         self.mode = forward.with_mode  # whether the forward's function mode is in force behind this place
         self.buffers = stage.buffers[recomputation.block].copies()
         self._requires_grad = [isinstance(value, Tensor) and value.requires_grad for value in values]
-        self._versions = self._now()
         self._random = RandomStream.here(stage.generators)
-
-    def _now(self) -> list[int]:
-        return [version_of(value) for value in self.values if isinstance(value, Tensor)]
 
     @property
     def is_changed(self) -> bool:
         """Whether values were changed in place since."""
-        return self._now() != self._versions
+        return any(isinstance(value, Kept) and value.is_changed for value in self._values)
 
     def enter(self, inside: ExitStack, anchor: Tensor) -> tuple[Any, ...]:
         """Return the values; random numbers and buffers are as they were at this place until ``inside`` ends."""
         inside.enter_context(self._random)
         inside.enter_context(replaced(self.buffers))
-        pairs = zip(self.values, self._requires_grad, strict=True)  # no leaves: they may be changed in place
+        values = [value.tensor if isinstance(value, Kept) else value for value in self._values]
+        pairs = zip(values, self._requires_grad, strict=True)  # no leaves: they may be changed in place
         return tuple([Entry(value).enter(value, anchor) if required else value for value, required in pairs])
 
 
@@ -92,6 +91,7 @@ class DroppedPart:
     Args:
         inside: Context of the first forward, such as a policy that saves some results.
         around: Context of the second one, such as random numbers and counters that torch does not know.
+        keep: Keeps what it is computed again from.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class DroppedPart:
         args: tuple[Any, ...],
         inside: AbstractContextManager[Any] = _NOTHING,
         around: AbstractContextManager[Any] = _NOTHING,
+        keep: Keep = Kept,
     ) -> None:
         forward = Forward.running()
         assert forward is not None
@@ -110,7 +111,8 @@ class DroppedPart:
         self._state = state._replace(function_modes=modes, hooks=())
         self._hooks = next(iter(reversed(users_hooks(state))), None)
         self._saved: list[weakref.ref[Saved]] = []
-        self._points = [Point(recomputation, forward, args)]
+        self._keep = keep
+        self._points = [Point(recomputation, forward, args, keep)]
         self._scales = recomputation.begin(self._points[0])
         self._first = True  # whether the first forward runs
 
@@ -126,7 +128,7 @@ class DroppedPart:
                 kept = values = outer.bring(exchange, own=own)
                 if own:
                     kept = tuple([value.detach().clone().requires_grad_(value.requires_grad) for value in values])
-                self._points.append(Point(recomputation, forward, kept))
+                self._points.append(Point(recomputation, forward, kept, self._keep))
             return values
 
         part = outer.part or recomputation.run_part
@@ -267,14 +269,17 @@ class Recomputation:
         block: Number of the block.
         seed: Of the microbatch's random numbers.
         hides: Returns whether an exchange of the model's own suspends the forward.
+        keep: Keeps what parts with nodes of their own are computed again from.
 
     Attributes:
         own: The block without its experts, if it is dropped.
         experts: Experts that are dropped, in the order of their segments.
     """
 
-    def __init__(self, installed: Installation, block: int, seed: int, hides: Callable[..., bool]) -> None:
-        self.installed, self.block, self.hides, self._seed = installed, block, hides, seed
+    def __init__(
+        self, installed: Installation, block: int, seed: int, hides: Callable[..., bool], keep: Keep = Kept
+    ) -> None:
+        self.installed, self.block, self.hides, self._seed, self._keep = installed, block, hides, seed, keep
         self.own: DroppedPart | None = None
         self.experts: list[DroppedPart] = []
         self._buffers: list[Replacement] | None = None  # copies before the first part
@@ -308,7 +313,7 @@ class Recomputation:
         """Return the block's forward, and drop the activations that it keeps outside of its experts."""
 
         def dropped(*x: Tensor) -> Any:
-            self.own = DroppedPart(self, plain, x)
+            self.own = DroppedPart(self, plain, x, keep=self._keep)
             with self.own.first():
                 return plain(*x)
 
@@ -316,7 +321,7 @@ class Recomputation:
 
     def run_part(self, function: Callable[..., Any], args: tuple[Any, ...], *, later: bool = False) -> Any:
         """Run experts as a part of their own, which its first use in a backward computes, or a node ``later``."""
-        part = DroppedPart(self, function, args)
+        part = DroppedPart(self, function, args, keep=self._keep if later else Kept)
         if later:
             self.experts.append(part)
         with part.first():

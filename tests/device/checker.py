@@ -35,7 +35,7 @@ class Memories:
     """The memory of all tensors that a rank has used, by numbers that are not used again."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._count = 0
         self.host: set[int] = set()
         """Memory of the host."""
@@ -46,15 +46,21 @@ class Memories:
         known = self._known.get(storage._cdata)
         if known is None:
             self._count += 1
-            known = self._known[storage._cdata] = StorageWeakRef(storage), self._count
+            known = self._known[storage._cdata] = StorageWeakRef(storage), self._count, storage.nbytes()
         size = tensor.element_size()
         start = tensor.storage_offset() * size
         reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         return Access(known[1], start, start + (reach * size if tensor.numel() else 0), writes)
 
     def freed(self) -> list[int]:
-        """Return the memory that was freed since the last call."""
-        gone = [key for key, (reference, _) in self._known.items() if reference.expired()]
+        """Return the memory that was freed since the last call, that of storages which have become smaller included."""
+        gone = []
+        for key, (reference, number, size) in self._known.items():
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(key)
+            if storage is None or storage.nbytes() < size:
+                gone.append(key)
+            else:
+                self._known[key] = reference, number, storage.nbytes()
         return [self._known.pop(key)[1] for key in gone]
 
 
@@ -175,6 +181,8 @@ class _Follower:
         if used.after is not None:
             _join(knows, self._clock(used.after))
         for (stream, *_), (tick, what) in used.accesses.items():
+            if used.pool == HOST and what.startswith("aten.copy_"):
+                continue  # torch notes the copies from and to pinned memory, and gives it to nobody before their end
             if stream not in (used.pool, HOST) and knows.get(stream, 0) < tick:
                 yield Race(self.rank, self.node, f"freed for stream {used.pool}", f"{what} on stream {stream}")
 

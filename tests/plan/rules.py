@@ -139,18 +139,26 @@ def without_gathers(nodes: Iterable[Node]) -> tuple[Node, ...]:
 
 
 def _broken_moves(plan: Plan, nodes: Iterable[Node]) -> Iterator[str]:
-    """Activations leave behind their block's forward, and are freed and back before its backward, or stay."""
+    """Activations leave behind their segment's forward, and are freed and back before its backward, or stay."""
     stays: dict[tuple[int, ...], str] = defaultdict(str)
     for node in nodes:
-        place = node.pipe, node.stage, node.microbatch, node.block
-        if node.op in MOVES:
+        place: tuple[int, ...] = node.pipe, node.stage, node.microbatch, node.block
+        experts = node.op in (Op.EXPERTS, Op.RECOMPUTE_EXPERTS)
+        first = 0 if node.op in (Op.ATTENTION, Op.DENSE) else 2 * node.call + (1 if experts else 2)
+        place = *place, node.call if node.op in MOVES else first, node.part
+        if node.op in RECOMPUTE_OWN:
+            for other in [other for other in stays if other[:4] == place[:4]]:
+                stays[other] += "R"
+        elif node.op is Op.RECOMPUTE_EXPERTS:
+            stays[place] += "R"
+        elif node.op in MOVES:
             stays[place] += node.op[:2]
             if not plan.shapes[node.stage][node.block].offload or (node.kind is Kind.I) is not (node.op is Op.FETCH):
                 yield f"{node} where it is no use"
         elif node.kind is not Kind.W and node.op not in (*GATHERS, *EXCHANGES, *RECOMPUTES, Op.SEND, Op.RECEIVE):
             stays[place] += node.kind.value
     for place, stay in stays.items():
-        if not re.fullmatch("F*(offrfe)?I*", stay):
+        if not re.fullmatch("F?(offrfe)?R*I?", stay):
             yield f"activations of {place} move in the order {stay}"
 
 

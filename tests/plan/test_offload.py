@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.learn.planner import lighter
-from overlap1f1b.plan import BlockShape, Held, NodeCosts, Op, Plan, fastest, offloaded
+from overlap1f1b.plan import BlockShape, CostKey, Held, NodeCosts, Op, Plan, fastest, offloaded
 from overlap1f1b.schedule import Kind, build_schedule
 from tests.plan.cases import costs_of, makespan, programs, shapes
 from tests.plan.rules import broken_rules
@@ -20,15 +20,18 @@ TIMES = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
 
 
 def costs_with(bytes_of: dict[int, float], copy: float, times: NodeCosts = TIMES) -> NodeCosts:
-    """Blocks that keep so many bytes for their backward, all of which can leave, in copies that take so long."""
-    held = {}
+    """Blocks that keep so many bytes for their backward, all of which can leave, in copies that take so long.
+
+    Half of them are the experts'.
+    """
+    held: dict[CostKey, Held] = {}
     for block, size in bytes_of.items():
-        at = (0, block, 0, 0)
-        held[Op.ATTENTION, Kind.F, *at] = Held(size, size)
-        held[Op.FREE, Kind.F, *at] = Held(-size)
-        held[Op.FETCH, Kind.I, *at] = Held(size, size)
-        held[Op.ATTENTION, Kind.I, *at] = Held(-size)
-    by_op = {**times.by_op, (Op.OFFLOAD, Kind.F): copy, (Op.FETCH, Kind.I): copy}
+        for op, share, number in ((Op.ATTENTION, 0.3, 0), (Op.EXPERTS, 0.5, 1), (Op.AGGREGATE, 0.2, 2)):
+            held[op, Kind.F, 0, block, 0, 0] = Held(share * size, share * size)
+            held[Op.FREE, Kind.F, 0, block, number, 0] = Held(-share * size)
+            held[Op.FETCH, Kind.I, 0, block, number, 0] = Held(share * size, share * size)
+            held[op, Kind.I, 0, block, 0, 0] = Held(-share * size)
+    by_op = {**times.by_op, (Op.OFFLOAD, Kind.F): copy / 3, (Op.FETCH, Kind.I): copy / 3}
     return replace(times, by_op=by_op, bytes=held)
 
 
@@ -47,7 +50,7 @@ def test_a_copy_that_compute_covers_costs_nothing() -> None:
     assert less.peak_bytes[0] <= 0.7 * most
     assert less.predicted <= 1.01 * plan.predicted
     away = sum(map(len, less.leaving.values()))
-    assert 0 < away < 24
+    assert 0 < away <= 24
     every = offloaded(plan, costs)
     assert sum(map(len, every.leaving.values())) > away
     assert every.predicted <= 1.1 * plan.predicted
@@ -59,7 +62,7 @@ def test_a_slow_link_costs_its_time() -> None:
     """One microbatch's copy takes as long as its compute: a limit is kept, and the step waits."""
     costs = costs_with(dict.fromkeys(range(4), 1.0), copy=21.0)
     plan = plain(6, 4, costs)
-    room = 0.5 * plan.peak_bytes[0]
+    room = 0.3 * plan.peak_bytes[0]
     less = offloaded(plan, costs, (room,))
     assert less.peak_bytes[0] <= room
     assert less.predicted > 1.05 * plan.predicted
