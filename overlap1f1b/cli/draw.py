@@ -43,7 +43,7 @@ STYLES = {
     "W": Style("#79981b", "black on yellow", "weight gradient"),
     "pair": Style("#d1baff", "white on magenta", "fused pair"),
     "exchange": Style("#ffd024", "black on bright_red", "exchange"),
-    "peer": Style("#7f8d98", "black on bright_black", "transfer between ranks"),
+    "peer": Style("#7f8d98", "black on bright_black", "transfer between ranks, or to host memory"),
     "other": Style("#dfdfdf", "", "outside all ranges"),
 }
 """All styles of cells, in the order of a legend.

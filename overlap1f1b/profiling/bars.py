@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from overlap1f1b.plan import RECOMPUTES, Node, Op
+from overlap1f1b.plan import MOVES, RECOMPUTES, Node, Op
 from overlap1f1b.plan.clock import destination
 from overlap1f1b.plan.intervals import union
 from overlap1f1b.profiling.clocks import aligned, sharing
@@ -77,13 +77,20 @@ def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]
 
 
 def arrows(bars: Iterable[Bar]) -> list[tuple[Bar, Bar]]:
-    """Return (transfer, consumer): the next bar of its chain, or the receive on another rank."""
+    """Return (transfer, consumer): the next bar of its chain, the receive on another rank, or a copy's segment."""
     chains: dict[object, list[Bar]] = {}
     received: dict[object, Bar] = {}
     sends: list[tuple[object, Bar]] = []
+    fetched, brought = dict[object, Bar](), list[tuple[Bar, Bar]]()  # copies from host memory, and what needs them
     for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
         node = bar.what
-        if not isinstance(node, Node) or node.op is Op.REDUCE or node.op in RECOMPUTES or node.kind is Kind.W:
+        if not isinstance(node, Node) or node.op is Op.REDUCE or node.kind is Kind.W:
+            continue
+        if node.op is Op.FETCH:
+            fetched[bar.process, node.stay] = bar
+        elif node.kind is Kind.I and bar.lane == "compute" and (copy := fetched.pop((bar.process, node.stay), None)):
+            brought.append((copy, bar))
+        if node.op in RECOMPUTES or node.op in MOVES:
             continue
         if node.op is Op.SEND:
             sends.append(((bar.group, destination(node)), bar))
@@ -92,7 +99,7 @@ def arrows(bars: Iterable[Bar]) -> list[tuple[Bar, Bar]]:
         if node.op is Op.RECEIVE:
             received[bar.group, node.chain] = bar
     travelled = [pair for chain in chains.values() for pair in pairwise(chain) if pair[0].lane != "compute"]
-    return travelled + [(send, received[key]) for key, send in sends if key in received]
+    return travelled + brought + [(send, received[key]) for key, send in sends if key in received]
 
 
 def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, float, float]]:

@@ -175,7 +175,7 @@ class Lanes:
         begun: dict[object, tuple[int, int]] = {}
         for what, start, end in issued:
             node = names[what]
-            if not isinstance(node, Node) or node.resource is Resource.PEER:
+            if not isinstance(node, Node) or node.resource in (Resource.PEER, Resource.HOST):
                 continue
             if node.kind is not Kind.W and node.op is not Op.REDUCE and node.op not in RECOMPUTES:
                 begun[node.chain] = (begun.get(node.chain, (start,))[0], end)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap1f1b.plan import About, Node, NodeCosts, Resource, cost_key, parse_node
+from overlap1f1b.plan import About, Node, NodeCosts, Op, Resource, cost_key, parse_node
 from overlap1f1b.plan.intervals import Intervals, union
 
 Column = NDArray[np.int64]
@@ -152,9 +152,15 @@ class Recording:
 
     def order(self, step: StepRecord) -> tuple[Node, ...]:
         """Return the nodes in issue order; a node that was not launched counts from its departure."""
-        late = step.flights[~np.isin(step.flights.what, step.issued.what)]
-        nodes = (self.names[what] for what, *_ in (step.issued + late).ordered)
-        return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Node)))
+        return tuple(self._begun(step))
+
+    def _begun(self, step: StepRecord) -> dict[Node, int]:
+        """Return when each node was issued, in this order."""
+        late, found = step.flights[~np.isin(step.flights.what, step.issued.what)], dict[Node, int]()
+        for what, start, _ in (step.issued + late).ordered:
+            if isinstance(node := self.names[what], Node):
+                found.setdefault(node, start)
+        return found
 
     @property
     def measured(self) -> bool:
@@ -179,13 +185,22 @@ class Recording:
 
     @property
     def peak_bytes(self) -> float | None:
-        """Most bytes at once in a step, beyond those before it: what nodes hold, in the order of issue.
+        """Most bytes at once in a step, beyond those before it; None if the engine has not counted them."""
+        return max((size for step in self.steps for *_, size in self.held(step)), default=None)
 
-        None if the engine has not counted them.
-        """
+    @property
+    def offloaded_bytes(self) -> float | None:
+        """Bytes that a step's activations took to host memory, a mean; None if none did."""
+        sent = [size for of in self.about.bytes.values() for name, size in of.items() if name.startswith(Op.OFFLOAD)]
+        return sum(sent) / len(self.about.bytes) if sent else None
+
+    def held(self, step: StepRecord) -> list[tuple[int, int, float]]:
+        """Return the bytes beyond those before a step, from the issue of each node until the next; empty if unknown."""
         nodes = ((parse_node(text), held) for text, held in self.about.held.items())
         costs = NodeCosts(bytes={cost_key(node): held for node, held in nodes if node is not None})
-        return max(costs.peak_bytes(map(self.order, self.steps)), default=None)
+        begun = self._begun(step) if costs.bytes else {}
+        ends = [*begun.values(), step.end][1:]
+        return list(zip(begun.values(), ends, costs.needs(begun), strict=True)) if begun else []
 
 
 def lane_of(what: What) -> Resource:

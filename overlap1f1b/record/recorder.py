@@ -20,6 +20,7 @@ from overlap1f1b.cut.bits import local_part
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.plan import (
     EXCHANGED,
+    MOVES,
     OF_PARAMETERS,
     About,
     ActionRange,
@@ -298,7 +299,7 @@ class Recorder(Observer):
                 yield RecordedSpan(found, flight.departed_at, flight.arrived_at, lane)
 
     def _action(self, node: Node) -> Action | None:
-        if node.op in OF_PARAMETERS:
+        if node.op in OF_PARAMETERS or node.op in MOVES:
             return None
         return self._actions.get((node.kind, node.stage, node.microbatch, node.pipe))
 

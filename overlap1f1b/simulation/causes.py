@@ -293,7 +293,8 @@ def gaps(spans: Iterable[Span], launched: Mapping[tuple[Node, float], float]) ->
         if node.resource is Resource.COMPUTE:
             compute.append(span)
         elif node.op is not Op.SEND:
-            of = (node.stage, node.block, node.op) if node.op in OF_PARAMETERS else node.chain
+            of: object = (node.stage, node.block, node.op) if node.op in OF_PARAMETERS else node.chain
+            of = node.resource if node.resource is Resource.HOST else of
             pending.setdefault(of, []).append(span)
     now = 0.0
     for span in sorted(compute, key=lambda span: span.start):
@@ -310,10 +311,10 @@ def gaps(spans: Iterable[Span], launched: Mapping[tuple[Node, float], float]) ->
 def _taken(span: Span, pending: dict[object, list[Span]]) -> list[Span]:
     """Take the transfers that a compute node awaits from those that are pending, and return them."""
     node, found = span.node, list[Span]()
-    if node.kind is Kind.W or node.op in RECOMPUTES:
-        return found
     place = awaited_by(node)
-    for key in (node.chain, (node.stage, node.block, Op.GATHER)):
+    chained = node.kind is not Kind.W and node.op not in RECOMPUTES
+    # Copies to host memory hold up whatever comes next: the thread waits until they have left, or are back.
+    for key in (Resource.HOST, *((node.chain, (node.stage, node.block, Op.GATHER)) if chained else ())):
         left = list[Span]()
         for one in pending.get(key, ()):
             other_part = place is not None and one.node.op in _OTHER and one.node[3:6] != node[3:6]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.plan import Node, Op
-from overlap1f1b.profiling import arrows, bars_of, predict, predicted_bars, read
+from overlap1f1b.profiling import arrows, bars_of, figures_of, predict, predicted_bars, read
 from overlap1f1b.profiling.clocks import offsets
 from tests.profiling.cases import device
 from tests.profiling.simulated import simulated, write_run
@@ -91,6 +91,22 @@ def test_pipeline_ranks_meet_where_they_send(tmp_path: Path) -> None:
         ("receive.f[0] m0 s1", "dense.f[0] m0 s1"),
         ("send.f[0] m0", "receive.f[0] m0 s1"),
     ]
+
+
+def test_copies_lead_to_what_needs_them_and_open_no_action(tmp_path: Path) -> None:
+    """What has left has no consumer; its microbatch's forward ended before it was freed."""
+    forward = "attention.f[0] m0: 0–10, flight offload.f[0] m0: 10–30, flight dispatch.f[0] m0: 10–20"
+    more = "experts.f[0] m0: 20–40, attention.f[0] m1: 45–50, free.f[0] m0: 55–56"
+    copies = "flight fetch.b[0.1] m0: 56–60, flight fetch.b[0] m0: 60–70"
+    backward = "experts.b[0] m0: 70–80, attention.b[0] m0: 80–90"
+    write_chrome(tmp_path / "a.json", Events(timed(f"step 1: 0–100, {forward}, {more}, {copies}, {backward}")))
+    (recording,) = read(tmp_path).ranks
+    assert [(str(a.what), str(b.what)) for a, b in arrows(bars_of([recording], 1))] == [
+        ("dispatch.f[0] m0", "experts.f[0] m0"),
+        ("fetch.b[0.1] m0", "experts.b[0] m0"),
+        ("fetch.b[0] m0", "attention.b[0] m0"),
+    ]
+    assert figures_of(recording).open_actions == 1
 
 
 def test_ranks_with_nothing_in_common_begin_together(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Resource, Span, compile
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.simulation import CAUSES, Flown, Timeline
+from overlap1f1b.simulation.causes import gaps
 from tests.tiers import wide
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=4, counts=0.2, aggregate=0.5, reduce=1)
@@ -156,6 +157,17 @@ def test_a_host_is_late_where_nothing_is_awaited_any_more_or_not_posted_yet() ->
     busy = ("reduce.w", 1, 0, 2)
     nodes = (busy, ("attention.f", 0, 0, 2), ("combine.b", 1, 2, 12), ("dispatch.f", 0, 4, 8), ("experts.f", 0, 9, 12))
     assert step(*nodes) == {"host": 3, "order": 4}
+
+
+def test_what_comes_next_waits_for_a_copy_to_host_memory() -> None:
+    """Of any microbatch: the thread waits until activations have left. What ends later is what is awaited."""
+    attention, dispatch, experts, offload = (
+        Node(op, Kind.F, 0, 0) for op in (Op.ATTENTION, Op.DISPATCH, Op.EXPERTS, Op.OFFLOAD)
+    )
+    waits = Span(attention, 0.0, 1.0), Span(offload, 1.0, 5.0), Span(attention._replace(microbatch=1), 5.0, 6.0)
+    assert [(one.start, one.end, one.cause) for one in Timeline(waits).causes.idle] == [(1.0, 5.0, "order")]
+    passes = Span(attention, 0.0, 1.0), Span(offload, 1.0, 2.0), Span(dispatch, 1.0, 4.0), Span(experts, 4.0, 5.0)
+    assert [gap.awaited and gap.awaited.node for gap in gaps(passes, {})] == [dispatch]
 
 
 def test_the_pipeline_brought_no_microbatch() -> None:

@@ -101,6 +101,7 @@ def _rank(recording: Recording, figures: Figures) -> dict[str, Any]:
         "open_actions": figures.open_actions or None,
         "parameter_bytes": recording.about.parameters or None,
         "peak_bytes": recording.peak_bytes,
+        "offloaded_bytes": recording.offloaded_bytes,
     }
 
 
@@ -152,6 +153,8 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
         found += [_parts(every, "by_sub_op", "sub-op"), _parts(every, "by_phase", "phase")]
     if any(rank["peak_bytes"] is not None for rank in ranks):
         columns = {"parameters": "parameter_bytes", "most beyond them": "peak_bytes"}
+        if any(rank["offloaded_bytes"] is not None for rank in ranks):
+            columns["to host memory"] = "offloaded_bytes"
         found.append(_by_rank(content, "Memory of a step, MB", columns, mean=False))
     if any("predicted" in rank for rank in ranks):
         columns = {name: f"predicted/{key}" for name, key in _COMPARED.items() if name != "compute"}

@@ -138,8 +138,8 @@ function opened(number) {
     for (let i = 0; i < cells.length; i += 3) {
       const start = now + cells[i + 1];
       now = start + cells[i + 2];
-      const [what, text, style] = data.names[cells[i]];
-      bars.push({ what, text, style, start: start * UNIT, end: now * UNIT, sent: measured && ranks[rank].sent[cells[i]] });
+      const [what, text, style, share] = data.names[cells[i]];
+      bars.push({ what, text, style, share, start: start * UNIT, end: now * UNIT, sent: measured && ranks[rank].sent[cells[i]] });
     }
     end = Math.max(end, now * UNIT);
     tracks.push({ name, rank, measured, marks: measured ? ranks[rank] : { exposed: [], why: {} }, bars });
@@ -213,7 +213,8 @@ function drawTrack(track, y, width, colour) {
     if (right - left < 0.5 && left - drawn < 0.5) continue; // within a pixel that has a bar
     drawn = right;
     pen.fillStyle = data.styles[bar.style].colour;
-    pen.fillRect(left, y + 2, Math.max(0.6, right - left - (right - left > 4)), ROW - 4);
+    const high = bar.share * (ROW - 4);
+    pen.fillRect(left, y + ROW - 2 - high, Math.max(0.6, right - left - (bar.share === 1 && right - left > 4)), high);
     if (bar.style === "exchange") {
       for (const [cause, intervals] of [["order", track.marks.exposed], ...Object.entries(track.marks.why)]) {
         pen.fillStyle = LOOKS[cause].fill;
@@ -307,7 +308,8 @@ function told(track, bar) {
     lines.push(["exposed " + time(covered(track.marks.exposed)), ...said].join(", "));
   }
   if (bar.sent) {
-    lines.push((bar.sent / 1e6).toPrecision(3) + " MB leave the rank, " + ((8 * bar.sent) / size / 1e6).toPrecision(3) + " Gbit/s");
+    const where = track.name.includes(" memory") ? " MB are copied, " : " MB leave the rank, ";
+    lines.push((bar.sent / 1e6).toPrecision(3) + where + ((8 * bar.sent) / size / 1e6).toPrecision(3) + " Gbit/s");
   }
   return lines.join("\n");
 }

@@ -43,16 +43,17 @@ def page_of(content: Mapping[str, Any], recordings: Recordings, predicted: Seque
 
 def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> dict[str, Any]:
     """Return what page.js draws: names by their index, and of each step its tracks and the exposed times of ranks."""
-    names: dict[tuple[str, str, str], int] = {}
+    names: dict[tuple[str, str, str, float], int] = {}
     ranks, steps = recordings.ranks, {}
     for number in sorted({step.number for recording in ranks for step in recording.steps}):
-        tracks, marks = [], {}
+        tracks, marks = list[dict[str, Any]](), {}
         for name, cells in tracks_of_bars([*bars_of(ranks, number), *(predicted if number == drawn else ())]):
             _, rank, lane, *_ = name.split()
             flat, now = [], 0
             for cell in cells:
                 start, end = (_units(1e6 * time) for time in (cell.start, cell.end))
-                flat += [names.setdefault((cell.what, cell.text, cell.style), len(names)), start - now, end - start]
+                bar = names.setdefault((cell.what, cell.text, cell.style, 1.0), len(names))
+                flat += [bar, start - now, end - start]
                 now = end
             tracks.append({"name": name, "rank": int(rank), "measured": lane != "predicted", "cells": flat})
         for recording, step, by in aligned(ranks, number):
@@ -62,8 +63,20 @@ def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> 
                 "begin": _units(lanes.window[0] + by),
                 "exposed": _flat(lanes.exposed, by),
                 "why": {cause: _flat(intersection(times, lanes.exposed), by) for cause, times in lanes.idle.items()},
-                "sent": {index: sent[what] for (what, _, _), index in names.items() if what in sent},
+                "sent": {index: sent[what] for (what, *_), index in names.items() if what in sent},
             }
+            held, flat, now = recording.held(step), [], 0
+            most = max((size for *_, size in held), default=0.0) or 1.0
+            for begun, ended, size in held:  # as bars that are as high as what they hold
+                start, end = max(now, _units(begun + by)), _units(ended + by)
+                what = f"{size / 1e6:.3f} MB beyond those before the step"
+                bar = names.setdefault((what, "", "peer", round(size / most, 3)), len(names))
+                flat += [bar, start - now, max(0, end - start)]
+                now = max(start, end)
+            if held:
+                tracks.append({"name": f"rank {recording.rank} held", "rank": recording.rank, "measured": True})
+                tracks[-1]["cells"] = flat
+        tracks.sort(key=lambda track: track["rank"])
         steps[number] = {"tracks": tracks, "ranks": marks}
     return {"names": list(names), "steps": steps}
 

@@ -290,11 +290,12 @@ def test_a_report_that_lasts_says_how_far_it_is(
         assert said[-2:] == ["all files are read, now the figures", "all files are read, now the drawings"]
 
 
-def _profiled(rank: int, size: int, folder: str) -> tuple[float, int]:
-    """Write the files of a rank under a limit; return bytes of the step by its plan, and of the rank's parameters."""
+def _profiled(rank: int, size: int, folder: str, offload: bool) -> tuple[float, int, float | None]:
+    """Write the files of a rank under a limit; return bytes of the step by its plan, of parameters, and of copies."""
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep"))
     model = models.build(mesh.get_group("ep"))
-    engine = make(model, build_schedule("combined_1f1b", microbatches=4), mesh=mesh, memory="1TB", tries=0, timeout=60)
+    given = {"memory": "1TB", "tries": 0, "timeout": 60, "offload": offload, "offload_threshold": 0}
+    engine = make(model, build_schedule("combined_1f1b", microbatches=4), mesh=mesh, **given)
     inputs, target = models.batch(4, seed=rank)
     while engine.tuner.settling:
         engine.step(inputs, target=target)
@@ -302,18 +303,23 @@ def _profiled(rank: int, size: int, folder: str) -> tuple[float, int]:
     os.environ["KINETO_LOG_LEVEL"] = "6"
     engine.observers.append(Last(keeps_order=True))  # no weight gradient runs early: the plan's own order
     with Profile(engine, folder):
-        engine.step(inputs, target=target)
-    return engine.plan.peak_bytes[0], sum(parameter.nbytes for parameter in engine.parameters())
+        metrics = engine.step(inputs, target=target).metrics()
+    parameters = sum(parameter.nbytes for parameter in engine.parameters())
+    return engine.plan.peak_bytes[0], parameters, metrics.get("offloaded_bytes")
 
 
-def test_the_peak_of_a_step_is_the_plans(capsys: Capture, tmp_path: Path, ranks2: Ranks) -> None:
-    """Engine, record, trace and report say one peak."""
-    peaks = ranks2.run(_profiled, str(tmp_path))
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_peak_of_a_step_is_the_plans(capsys: Capture, tmp_path: Path, ranks2: Ranks, offload: bool) -> None:
+    """Engine, record, trace and report say one peak, and what went to host memory."""
+    peaks = ranks2.run(_profiled, str(tmp_path), offload)
     found = report.content(capsys, tmp_path)
-    assert [(rank["peak_bytes"], rank["parameter_bytes"]) for rank in found["ranks"]] == peaks
+    names = "peak_bytes", "parameter_bytes", "offloaded_bytes"
+    assert [tuple(rank[name] for name in names) for rank in found["ranks"]] == peaks
+    assert all((copied is not None) is offload for *_, copied in peaks)
     assert [recording.peak_bytes for recording in read(*tmp_path.glob("rank?.record")).ranks] == [
-        peak for peak, _ in peaks
+        peak for peak, *_ in peaks
     ]
     assert not {"bytes", "held", "parameters"} & set(found["about"])
-    row = ["0", *(f"{value / 1e6:.3f}" for value in reversed(peaks[0]))]
+    peak, parameters, copied = peaks[0]
+    row = ["0", *(f"{value / 1e6:.3f}" for value in (parameters, peak, copied) if value is not None)]
     assert row in [line.split() for line in report(capsys, tmp_path).out.splitlines()]

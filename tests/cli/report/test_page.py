@@ -10,9 +10,19 @@ from overlap1f1b.cli.report.figures import tables_of
 from overlap1f1b.profiling import bars_of, read
 from tests.cli.inside import report
 from tests.profiling.simulated import simulated, write_run
-from tests.profiling.synthetic import Events, Kernel, write_chrome
+from tests.profiling.synthetic import Events, Kernel, write_chrome, write_record
 
 Capture = pytest.CaptureFixture[str]
+AWAY = [
+    ("node", "attention.f[0] m0", 0.0, 0.1),
+    ("node", "offload.f[0] m0", 0.1, 0.1),
+    ("flight", "offload.f[0] m0", 0.1, 0.3),
+    ("node", "free.f[0] m0", 0.3, 0.3),
+    ("node", "fetch.b[0] m0", 0.4, 0.4),
+    ("flight", "fetch.b[0] m0", 0.4, 0.5),
+    ("node", "attention.b[0] m0", 0.5, 0.7),
+]
+"""Activations that leave to host memory, and come back."""
 
 
 def open_page(browser: Any, file: Path) -> None:
@@ -145,6 +155,26 @@ def test_a_page_needs_nothing_else(capsys: Capture, tmp_path: Path, browser: Any
     assert said[0] == "no file of rank 1: figures are of the other ranks alone"
     assert said[1].startswith(f"left out: {run}/rank1.json: ")
     assert browser.find_element("tag name", "h1").text.startswith("Of some ranks only: No: ")
+
+
+def test_what_is_held_and_the_copies_to_host_memory_have_rows(capsys: Capture, tmp_path: Path, browser: Any) -> None:
+    file, page = write_record(tmp_path / "rank0.json", [AWAY]), tmp_path / "report.html"
+    record = json.loads(file.read_text())
+    names = "attention.f[0] m0", "free.f[0] m0", "fetch.b[0] m0", "attention.b[0] m0"
+    sizes = (4e6, 4e6, 0), (-3e6, 0, 0), (3e6, 3e6, 0), (-4e6, 0, 0)
+    sent = dict.fromkeys(("offload.f[0] m0", "fetch.b[0] m0"), 3_000_000)
+    record["about"] = {"held": dict(zip(names, sizes, strict=True)), "bytes": {"1": sent}}
+    file.write_text(json.dumps(record))
+    assert "to host memory" in report(capsys, file, "--html", page).out
+    open_page(browser, page)
+    tracks, copied = browser.execute_script("""
+        const found = name => step.tracks.find(track => track.name === name), memory = found("rank 0 memory");
+        const held = found("rank 0 held").bars.map(bar => [bar.what.split(" ")[0], bar.share, Math.round(bar.end)]);
+        return [held, memory.bars.map(bar => told(memory, bar).split("\\n")[2])];
+    """)
+    assert tracks == [["4.000", 1, 100], ["4.000", 1, 300], ["4.000", 1, 400], ["4.000", 1, 500], ["4.000", 1, 700]]
+    assert copied == ["3.00 MB are copied, 0.120 Gbit/s", "3.00 MB are copied, 0.240 Gbit/s"]
+    assert without_warnings(browser)
 
 
 @pytest.mark.parametrize("name", ["ncclDevKernel_SendRecv", "cutlass::Kernel2"])
