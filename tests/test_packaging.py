@@ -283,6 +283,7 @@ COVERED_BY = {
     "cut/bits": "engine/test_agreement", "cut/blocks": "cut/test_stage", "cut/buffers": "cut/test_places",
     "cut/edges": "cut/test_weights", "cut/replacement": "play/test_block", "cut/uses": "play/test_block",
     "kernels/triton": "kernels/triton/test_launch", "learn/discovery": "cut/test_exchanges",
+    "learn/loops": "engine/test_engine_numbers", "learn/pooling": "engine/test_engine_causes",
     "learn/peers": "learn/test_tuner", "learn/purpose": "learn/test_tuner", "learn/undo": "learn/test_check",
     "plan/budget": "plan/test_beam", "plan/justification": "plan/test_beam", "plan/precedence": "plan/test_beam",
     "play/install": "transport/test_suspension", "play/observers": "play/test_player", "play/times": "play/test_player",

@@ -110,7 +110,7 @@ def _places(stages: Mapping[int, Stage]) -> Facts:
     return facts | {f"the number of trained parameters of {where}": count for where, count in seen.items()}
 
 
-def compare_batches(given: Mapping[str, Any], mesh: Mesh, needed: Collection[str] = ()) -> list[str]:
+def compare_batches(batches: Mapping[str, Any], mesh: Mesh, needed: Collection[str] = ()) -> list[str]:
     """Compare the batches of a step over ranks; return those that differ, in any bit, between ranks of a pipeline.
 
     One without tensors equals any. ValueError if ranks of a tensor group need and have different tensors. All must call
@@ -120,21 +120,21 @@ def compare_batches(given: Mapping[str, Any], mesh: Mesh, needed: Collection[str
         return []
     sums = {
         name: [(part.shape, int(sum_of_bits(part, ordered=True))) for part in _tensors_in(batch)]
-        for name, batch in given.items()
+        for name, batch in batches.items()
     }
     if mesh.group("tp") is not None:
         at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
         texts = {name: "+".join(f"{bits:x}" for _, bits in sums[name]) for name in needed if sums[name]}
         mesh.agree({f"the values of {name} on {at}": text for name, text in texts.items()})
     ranks = mesh.gathered("pp", sums)
-    return [name for name in given if len({tuple(one[name]) for one in ranks if one[name]}) > 1]
+    return [name for name in batches if len({tuple(one[name]) for one in ranks if one[name]}) > 1]
 
 
-def _tensors_in(given: Any) -> Iterator[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, Mapping | list | tuple):
-        for part in given.values() if isinstance(given, Mapping) else given:
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _tensors_in(part)
 
 
@@ -205,6 +205,7 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh, first: Mapping[t
 
 
 def _check_gradients(grads: Sequence[dict[str, Tensor]], mesh: Mesh) -> None:
+    """Raise ValueError for a gradient that the ranks of a tensor group should have alike, and have not."""
     sampled: dict[str, Tensor] = {}  # [ranks, entries], with zeros for ranks that have no gradient
     for place, known in ChainMap(*grads).items():
         sampled[place] = torch.stack([found.get(place, torch.zeros_like(known)) for found in grads])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -35,7 +33,7 @@ from overlap1f1b.learn.measure import BackToBack, OneByOne
 from overlap1f1b.learn.memory import NodeBytes
 from overlap1f1b.learn.purpose import Coming, Purpose
 from overlap1f1b.learn.tuner import Tuner
-from overlap1f1b.plan import EXCHANGED, Node, NodeCosts, Op, Plan, StageShape
+from overlap1f1b.plan import NodeCosts, Plan, StageShape
 from overlap1f1b.play.feed import Batch, Feed, feed_batch
 from overlap1f1b.play.microbatch import check_gradients_possible
 from overlap1f1b.play.observers import Observer
@@ -47,14 +45,11 @@ from overlap1f1b.reduce.clipping import check_norm, clip
 from overlap1f1b.reduce.fsdp import gathered_in
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_each, check_kind, check_number, checked, quoted
-from overlap1f1b.simulation import Flown
-from overlap1f1b.transport.exchange import Exchange, LocalExchange
+from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.mesh import Comparison, Mesh
 
 _COMPARED = 1024
 """Steps between two comparisons of parameters over ranks; the first ones are at 0, 1, 2, 4, 8, ... steps."""
-_TOLD = (*EXCHANGED, Op.REDUCE)
-"""Sub-ops of which ranks that share experts tell each other how long they were in flight."""
 _SETTABLE = "costs", "loss_fn", "microbatches", "plan"
 """Attributes of an engine that may be set between steps."""
 _DRAWS = {False: 0, None: 1, True: 2}
@@ -151,7 +146,6 @@ class Engine:
                 self.mesh,
                 options,
                 counts_block=not connection.exchange.background and options.capacity is None,
-                travels=not isinstance(connection.exchange, LocalExchange),
             )
         if options.gate is not None and not self.tuner.travels:
             raise ValueError(
@@ -237,6 +231,7 @@ class Engine:
     def _feed_of(
         self, inputs: Batch | None, target: Batch | None, program: Program, loss_scale: float, return_outputs: bool
     ) -> Callable[[], Feed]:
+        """Return what makes the feed of a batch."""
         return partial(
             feed_batch,
             self.stages,
@@ -278,7 +273,7 @@ class Engine:
         check_number("loss_scale", loss_scale, float("-inf"))
         looking, wrong = list[Observer](), None
         try:
-            looking = [one for given in (self.observers, observers) for one in check_each("observers", given, Observer)]
+            looking = [one for of in (self.observers, observers) for one in check_each("observers", of, Observer)]
             check_kind("make_feed", make_feed, Callable)
             check_kind("grad", grad, bool)
         except ValueError as error:  # the other ranks are told it below
@@ -287,7 +282,7 @@ class Engine:
             self.microbatches = microbatches
         if grad and not self._made.trains:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
-        coming = self.tuner.coming if grad else None
+        coming = self.tuner.next_step() if grad else None
         plan = self.tuner.evaluation_of(microbatches or self.microbatches) if coming is None else coming.plan
         assert plan is not None
         every = tuple(one for one in looking if grad or one.rehearses)
@@ -333,6 +328,7 @@ class Engine:
         return draws == _DRAWS[True]
 
     def _train(self, step: Step, coming: Coming) -> PlayedStep:
+        """Play a step with a backward, with those who look on because of its purpose; learn from it."""
         tuner, purpose, first = self.tuner, coming.purpose, not self.tuner.steps
         # 1. All ranks have the same parameters.
         self._check_parameters()
@@ -361,27 +357,10 @@ class Engine:
         # 4. What the step has shown decides how the next ones are played.
         found = None if discovery is None else discovery.found(self.stages)
         counted = None if count is None else count.count
-        result = played.result
-        on_device = step.links.watch is not None
-        if tuner.tells(coming, on_device=on_device):
-            seconds = result.overlap.makespan  # a device has ended now
-            since = time.thread_time()  # without the wait for the others
-            result = result.told(self.costs, self._seen_by_others(step.plan, result))
-            share = (time.thread_time() - since) / max(seconds, 1e-9)
-            tuner.note_told(share, on_device=on_device)
+        result = tuner.pooled(coming, played.result, on_device=step.links.watch is not None)
         tuner.learn(coming, result, self.connection.boundary.timed, counted, found)
         standing = tuner.standing_uncut if first else tuner.standing
         return played._replace(result=replace(result, standing=standing) if standing else result)
-
-    def _seen_by_others(self, plan: Plan, result: StepResult) -> tuple[Mapping[Node, Flown], ...]:
-        """Return what the other ranks that share experts saw of the exchanges of a step; all ranks must call this."""
-        nodes = [node for node in plan.ranks[self.mesh.rank("pp")] if node.op in _TOLD]
-        flown = result.overlap.causes.flown
-        mine = array("d", chain.from_iterable(flown.get(node, Flown(0.0)) for node in nodes))
-        every = self.mesh.every(mine, over=self.mesh.experts_over)
-        others = (iter(of) for rank, of in every.items() if rank != self.mesh.number)
-        width = len(Flown._fields)
-        return tuple(dict(zip(nodes, map(Flown._make, zip(*[of] * width, strict=True)), strict=True)) for of in others)
 
     def _evaluate(self, step: Step) -> PlayedStep:
         loop = self.tuner.loop_of(step.plan)
@@ -391,7 +370,7 @@ class Engine:
 
     def _compared(self, step: Step, loop: Plan) -> PlayedStep:
         played = self.verification.play(step, loop)
-        self.tuner.note_verified(step.plan)
+        self.tuner.loops.note(step.plan)
         return played
 
     def _agree(self, step: Step, comparison: Comparison) -> None:

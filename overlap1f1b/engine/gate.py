@@ -38,7 +38,7 @@ class NotHiddenError(RuntimeError):
 class Gate:
     """Compares what the last steps of a plan hid with its prediction; all ranks of the mesh raise together.
 
-    It judges steps of which ranks tell each other: their times are there, so nothing waits for them.
+    It judges steps that ranks pool: their times are there, so nothing waits for them.
     """
 
     def __init__(self, gate: float | str | None, mesh: Mesh, *, counts_block: bool) -> None:
@@ -49,7 +49,7 @@ class Gate:
 
     def found(self, step: int, plan: Plan, result: StepResult) -> str | None:
         """Return what is to be said of a step of a settled plan. All ranks must call this if it raises."""
-        if self.share is None or result.costs is None:  # nobody has told
+        if self.share is None or result.costs is None:  # it was not pooled
             return None
         count = plan.program.microbatches
         if (seen := self._seen.pop(count, None)) is None or seen.plan is not plan:

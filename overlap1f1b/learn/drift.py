@@ -24,7 +24,7 @@ from overlap1f1b.simulation import Timeline
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
 EVERY = 2
-"""Steps between two tables, or more: ranks tell each other of fewer steps where these are short."""
+"""Steps between two tables, or more: ranks pool fewer steps where these are short."""
 TABLES = 3
 """Tables whose median is an estimate."""
 LEAVES = 1.3
@@ -102,7 +102,7 @@ class Search:
 
     ``make`` returns the plans, the fastest first, or raises ValueError where none keeps within the limit of memory. It
     calls its argument now and then, which ends it by an error. ``plans`` are None until they are :meth:`found`;
-    ``windows`` counts the tables at which they have gained.
+    ``windows`` counts the tables at which they have gained; ``changes`` are those of node times then, by rank.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class Search:
         self.costs, self.before, self._peers = costs, before, peers
         self.plans: list[Plan] | None = None
         self.windows, self._wanted = 0, True
+        self.changes: Mapping[int, tuple[float, float]] = {}
         self._made: list[Plan] | None = None
         self._make = make
         self._thread = Thread(target=self._run, name="overlap1f1b-search", daemon=True)

@@ -24,7 +24,7 @@ class Peers:
         self.mesh = mesh
         self.outside: Sequence[Sequence[int]] | None = None
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
-        self._told: float | None = None  # when ranks that wait for a search were told last; None if none waits
+        self._last_sign: float | None = None  # when ranks that wait for a search got one; None if none waits
 
     def begin(self) -> None:
         """Note the collectives before a step."""
@@ -54,12 +54,12 @@ class Peers:
             while made is None:
                 made = self.first(None)
         else:
-            self._told = time.monotonic()
+            self._last_sign = time.monotonic()
             try:
                 made = make()
             except ValueError as error:
                 made = error
-            self._told = None
+            self._last_sign = None
             self.first(made)
         if isinstance(made, ValueError):
             raise made
@@ -71,6 +71,7 @@ class Peers:
 
     def go_on(self, _: float) -> None:
         """Tell ranks that wait in :meth:`made` that it goes on: the limit of waits is for ranks that do nothing."""
-        if self._told is not None and time.monotonic() > self._told + self.mesh.failures.limit.total_seconds() / 4:
-            self._told = time.monotonic()
+        limit = self.mesh.failures.limit.total_seconds()
+        if self._last_sign is not None and time.monotonic() > self._last_sign + limit / 4:
+            self._last_sign = time.monotonic()
             self.first(None)

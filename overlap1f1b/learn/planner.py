@@ -107,9 +107,9 @@ class Planner:
                     return kept
         others = lighter(program) if rooms else warmups(program) if self.sparing else (program,)
         for number, other in enumerate(others):
-            given: Any = {"counts_block": blocks, "every": self._every, "progress": self.progress}
-            given["rooms"] = spared if number else rooms  # the lightest holds one microbatch at a time
-            found = planning.fastest(other, shapes, costs, self.overlap, **given)
+            options: Any = {"counts_block": blocks, "every": self._every, "progress": self.progress}
+            options["rooms"] = spared if number else rooms  # the lightest holds one microbatch at a time
+            found = planning.fastest(other, shapes, costs, self.overlap, **options)
             gain = 0.0 if self.options.offload else LEAST_WARMUP_GAIN  # memory is there for other plans
             if found and (not kept or found[0].predicted < (1 - gain) * kept[0].predicted):
                 first, *more = found  # of those as fast it holds the least
@@ -122,6 +122,7 @@ class Planner:
         return self.options.offload is True
 
     def _refuse(self, program: Program, shapes: Shapes, costs: NodeCosts) -> NoReturn:
+        """Raise the ValueError of a limit under which no plan fits, with one that would do."""
         program = one_by_one(program.microbatches, program.placement)
         # Where nothing takes time, the first plan is kept, and it gathers the fewest blocks at once.
         plan = planning.compile(program, shapes, NodeCosts(bytes=costs.bytes), "serial")

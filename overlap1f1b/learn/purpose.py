@@ -1,8 +1,8 @@
 """What the coming steps are for: plain data, one entry a step, until a plan has settled.
 
 >>> steps = first_steps([("none", 1), ("none", 2)], shows=True, warm=3, counts=True, measured=1)
->>> [f"{step.purpose} {step.setting[1]}" for step in steps]
-['show 1', 'warm 1', 'count 1', 'measure 1', 'count 2', 'measure 2']
+>>> [f"{step.purpose} {step.setting}" for step in steps][3:]
+["measure ('none', 1)", "count ('none', 2)", "measure ('none', 2)"]
 """
 
 from __future__ import annotations
@@ -42,14 +42,20 @@ class Purpose(StrEnum):
 
 
 class Coming(NamedTuple):
-    """A coming step: what it is for, in which setting, and its plan.
+    """A coming step: what it is for, and its plan.
 
-    A list has a plan only for a step that tries it, or, to be played next, for one that shows exchanges; the tuner
-    fills in the others. ``loop`` is the plan of the plain loop with which the step is compared; None if it is not.
+    The list has a plan only for a step that tries it, or, to be played next, for one that shows exchanges; the tuner
+    fills in the others.
+
+    Args:
+        setting: In which nodes are measured.
+        microbatches: The number that it is for; None for any.
+        loop: Plan of the plain loop with which the step is compared; None if it is not.
     """
 
     purpose: Purpose
-    setting: Setting
+    setting: Setting | None = None
+    microbatches: int | None = None
     plan: Plan | None = None
     loop: Plan | None = None
 

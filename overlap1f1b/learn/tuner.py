@@ -5,9 +5,9 @@ is predicted to be the fastest need not be it, so the fastest few are tried. Cos
 hold for any number: the first step with another number has a plan for them, and none is serial.
 
     coming = [show, warm, …, count, measure, …]     made at the start, for any number of microbatches; "show" alone
-                                                 if costs are given. Then each number has a list of its own, of tries
-    each step:  plan = the next entry's, or the settled one
-                played;  the entry leaves its list
+                                                 if costs are known. Tries are each for one number
+    each step:  plan = that of the first entry for its number, or the settled one
+                played;  the entry leaves the list
                 the last "measure" of a setting: the next setting's shapes; behind the last one costs, plans,
                                                  and a "try" for each turn of each plan
                 the last "try": the fastest plan stays
@@ -15,15 +15,14 @@ hold for any number: the first step with another number has a plan for them, and
                                                  it is an "adapt" while another plan is searched beside it; then a "try"
                                                  for each turn, of the plan before as well
 
-Costs that are set end a search and what was tried; a plan that is set empties the list of its number. A plan that needs
-more memory than there is gets no entry.
+Costs that are set end a search and what was tried; a plan that is set ends the tries of its number, which is not
+measured then. A plan that needs more memory than there is gets no entry.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,16 +39,19 @@ from overlap1f1b.cut.options import EngineOptions, parse_memory
 from overlap1f1b.cut.stage import Stage, all_shapes, parameters_of
 from overlap1f1b.learn.discovery import Found
 from overlap1f1b.learn.drift import WINDOWS, Drift, Search
+from overlap1f1b.learn.loops import Loops
 from overlap1f1b.learn.measure import measured_costs
 from overlap1f1b.learn.memory import ByteCount, Counted, counted
 from overlap1f1b.learn.peers import Peers
 from overlap1f1b.learn.planner import LEAST_GAIN, Choice, Planner, megabytes, worth_trying
+from overlap1f1b.learn.pooling import Pooling
 from overlap1f1b.learn.purpose import Coming, Purpose, Setting, first_steps
 from overlap1f1b.plan import MOVES, CostKey, Held, NodeCosts, Plan, Span, StageShape
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.schedule import Program, forwards_of, one_by_one
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport import devices
+from overlap1f1b.transport.exchange import LocalExchange
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
 WARM_STEPS = 3
@@ -58,12 +60,6 @@ LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch."""
 MOST_NUMBERS = 32
 """Numbers of microbatches whose plans are kept: those of the last steps."""
-
-
-TOLD = 0.004
-"""The part of steps that ranks may spend on telling each other of them."""
-TOLD_ON_DEVICE = 16
-"""One of so many steps, or fewer, is told of on a device, since the thread waits for its end."""
 
 
 class Tried(NamedTuple):
@@ -83,33 +79,31 @@ class Numbered:
 
     program: Program
     plan: Plan | None = None  # compiled when it is needed
-    given: bool = False  # the plan
-    coming: deque[Coming] = field(default_factory=deque)  # once costs are known
+    is_set: bool = False  # whether a user has set the plan
+    search: Search | None = None  # that has found the plans which are tried now
+    untimed: int = 0  # nodes of the last step that had no times of their own
     spans: list[Sequence[Span]] = field(default_factory=list)  # of each step that was measured
     times: list[tuple[Plan, float]] = field(default_factory=list)  # of the steps that tried plans
     tried: Sequence[Tried] = ()
     others: dict[tuple[str, ...], Plan] = field(default_factory=dict)  # of evaluations and plain loops
     agreed: set[str] = field(default_factory=set)  # plans that ranks have compared
-    steps: int = 0  # played
-    next_told: int = 0  # ranks tell each other of the next of these that is as late, whatever is played between them
+    pooling: Pooling = field(default_factory=Pooling)
     drift: Drift = field(default_factory=Drift)  # of the steps of the settled plan
 
 
 class Tuner:
     """Decides which plan a step plays.
 
-    ``program`` is the schedule of the first step; ``counts_block`` says whether the host waits for counts, ``travels``
-    whether rows leave this rank.
+    ``program`` is the schedule of the first step; ``counts_block`` says whether the host waits for counts.
 
     Attributes:
+        coming: Steps in which something is learned, in order; those of one number of microbatches wait for its turn.
         steps: Number of steps so far.
         shapes: Of the blocks of all stages.
-        setting: What blocks recompute, and the parts of a call of experts, in the next step.
         standing: Lines about exchanges that run where they stand, as the first step has shown.
         counted: What nodes hold, and how much there is room for.
         predicted: Predicted seconds of a step, by the numbers of parts that were measured.
-        verified: Plans whose first step was equal to a plain loop's, by their fingerprints: number of microbatches,
-            whether it is of an evaluation, and most microbatches of a stage that were open at once.
+        loops: Which steps were compared with a plain loop.
     """
 
     def __init__(
@@ -120,9 +114,7 @@ class Tuner:
         options: EngineOptions,
         *,
         counts_block: bool,
-        travels: bool,
     ) -> None:
-        self.travels = travels
         self.stages, self.options, self.peers = stages, options, Peers(mesh)
         self.planner = Planner(
             program,
@@ -131,13 +123,11 @@ class Tuner:
             counts_block=counts_block,
             progress=self.peers.go_on,
         )
-        self.setting, *more = options.settings
-        self.shapes = self._shaped({number: stage.shape for number, stage in stages.items()})
+        first, *more = options.settings
+        self.shapes = self._shaped({number: stage.shape for number, stage in stages.items()}, first)
         self.steps = 0
         self.standing: tuple[str, ...] = ()
-        self.verified: dict[str, tuple[int, bool, int]] = {}
-        self._loops: set[str] = set()  # plans that are a plain loop themselves, by their fingerprints
-        self._untimed = 0  # nodes of the last step that had no times of their own
+        self.loops = Loops()
         self.predicted: dict[int, float] = {}
         self.counted = Counted()
         if options.memory == "auto" and not self._on_gpu:
@@ -154,54 +144,58 @@ class Tuner:
             self._count(count)
         self._costs, self._rounds = options.costs, 0 if options.costs is not None else options.tries
         self._search: Search | None = None  # of a plan for node times that have changed
-        self._before: Plan | None = None  # the plan that was played until then, while others are tried
         self._said: str | None = None  # a line of another plan, until it is said
-        self._changes: Mapping[int, tuple[float, float]] = {}  # of node times, by rank
         self._measured: dict[Setting, tuple[NodeCosts, tuple[StageShape, ...]]] = {}
         self._numbers: dict[int, Numbered] = {}  # the last one played comes last
         self._now = self._numbered(program.microbatches)
         cuts = any(block.expert_calls for stage in self.shapes for block in stage)
-        shows, settings = mesh.exchanging is not None, [self.setting]
-        settings += [(mode, parts) for mode, parts in more if cuts or parts == self.parts]
+        shows, settings = mesh.exchanging is not None, [first, *(one for one in more if cuts or one[1] == first[1])]
         # Bytes are counted by a GPU's allocator, or under a limit.
         warm, counts = WARM_STEPS if self._on_gpu else 1 + self._counts, self._counts
-        self._coming = deque(first_steps(settings, shows=shows, warm=warm, counts=counts, measured=self._times))
+        self.coming = list(first_steps(settings, shows=shows, warm=warm, counts=counts, measured=self._times))
         if options.costs is not None:
-            self._coming = deque(step for step in self._coming if step.purpose is Purpose.SHOW)
+            self._keep(lambda step: step.purpose is Purpose.SHOW)
         if options.plan is not None:
             self.plan = options.plan
 
     # ------------------------------------------------------------------------------------------- what is played
 
-    @property
-    def coming(self) -> Coming:
-        """The next step, with its plan; that of a settled plan if nothing is left to learn."""
+    def next_step(self) -> Coming:
+        """Return the next step, with its plan and that of the loop with which it is compared.
+
+        Plans that there are not yet are compiled, and those to be tried are added to :attr:`coming`.
+        """
         now, program = self._now, self.program
-        if now.plan is None and self._costs is not None:  # its plans may have to be tried
+        if now.plan is None and self._costs is not None:
             self._play(self._limited().fastest(program, self.shapes, self._costs))
         elif now.plan is None:  # under a limit of memory steps that measure hold one microbatch at a time
             alone = one_by_one(program.microbatches, program.placement, split=True)
             now.plan = self.planner.serial(program if self.options.memory is None else alone, self.shapes)
         left = Purpose.SETTLED if self._search is None else Purpose.ADAPT
-        step = next(iter(self._steps), Coming(left, self.setting))
+        step = next(iter(self._here), Coming(left))
         plan = step.plan if step.purpose is Purpose.TRY else now.plan
         assert plan is not None
         # One step cannot be compared and counted at once.
         return step._replace(plan=plan, loop=None if step.purpose is Purpose.COUNT else self.loop_of(plan))
 
     @property
-    def _steps(self) -> deque[Coming]:
-        return self._now.coming if self._now.given or not self._coming else self._coming
+    def _here(self) -> list[Coming]:
+        """The coming steps with the present number of microbatches; no plan that was set is measured."""
+        every = () if self._now.is_set else (None,)
+        return [step for step in self.coming if step.microbatches in (self.microbatches, *every)]
+
+    def _keep(self, wanted: Callable[[Coming], bool]) -> None:
+        self.coming = [step for step in self.coming if wanted(step)]
 
     @property
     def settling(self) -> bool:
         """Whether there is a step to come in which something is learned."""
-        return self.coming.purpose is not Purpose.SETTLED
+        return self.next_step().purpose is not Purpose.SETTLED
 
     @property
     def plan(self) -> Plan:
         """Plan of the next step; see :attr:`Engine.plan`."""
-        plan = self.coming.plan
+        plan = self.next_step().plan
         assert plan is not None
         return plan
 
@@ -209,15 +203,13 @@ class Tuner:
     def plan(self, plan: Plan) -> None:
         pairs = [zip(*stage, strict=False) for stage in zip(self.shapes, plan.shapes, strict=False)]
         cut = tuple(tuple(block.cut(other.exchanges) for block, other in stage) for stage in pairs)
-        shows = self._coming and self._coming[0].purpose is Purpose.SHOW
+        shows = self.coming and self.coming[0].purpose is Purpose.SHOW
         if shows and plan.shapes != self.shapes and plan.shapes == cut:
-            self._coming[0] = self._coming[0]._replace(plan=plan)
+            self.coming[0] = self.coming[0]._replace(plan=plan)
             return
         self._set(plan, self._now)
         if shows:
-            self._coming.popleft()
-            if self._costs is None:
-                self._coming.appendleft(Coming(Purpose.WARM, self.setting))
+            self.coming[:1] = [Coming(Purpose.WARM)] if self._costs is None else []
 
     def _set(self, plan: Plan, of: Numbered) -> None:
         if plan.program != of.program or plan.shapes != self.shapes:
@@ -226,7 +218,8 @@ class Tuner:
                 f"allowed: one of {of.program.name!r} with {of.program.microbatches} for {self.shapes}"
             )
         self.close()
-        of.plan, of.coming, of.tried, of.given = self.planner.with_rendezvous(plan, self._costs), deque(), (), True
+        self._keep(lambda step: step.microbatches != plan.program.microbatches)
+        of.plan, of.tried, of.is_set = self.planner.with_rendezvous(plan, self._costs), (), True
 
     @property
     def costs(self) -> NodeCosts | None:
@@ -238,11 +231,11 @@ class Tuner:
         self._costs, self._rounds = costs, 0 if costs is not None else self.options.tries
         self.close()
         if costs is not None:
-            self._coming = deque(step for step in self._coming if step.purpose is Purpose.SHOW)
-        elif not any(step.purpose is Purpose.MEASURE for step in self._coming):
-            counts = self._counts and not self.counted.held
+            self._keep(lambda step: step.purpose is Purpose.SHOW)
+        elif not any(step.purpose is Purpose.MEASURE for step in self.coming):
+            counts, setting = self._counts and not self.counted.held, (self.options.settings[0][0], self.parts)
             steps = [Purpose.COUNT] * counts + [Purpose.MEASURE] * self._times
-            self._coming += [Coming(purpose, self.setting) for purpose in steps]
+            self.coming += [Coming(purpose, setting) for purpose in steps]
         self._forget()
 
     @property
@@ -262,15 +255,17 @@ class Tuner:
     def _numbered(self, count: int) -> Numbered:
         check_size("microbatches", count)  # 2.0 and True would be found, too
         found = self._numbers.pop(count, None) or Numbered(self.planner.program.of(count))
-        if len(self._numbers) >= MOST_NUMBERS:
-            for old in [number for number, one in self._numbers.items() if not one.given][:1]:
-                del self._numbers[old]
+        old = next((number for number, one in self._numbers.items() if not one.is_set), None)
+        if len(self._numbers) >= MOST_NUMBERS and old is not None:
+            del self._numbers[old]
+            self._keep(lambda step: step.microbatches != old)
         self._numbers[count] = found
         return found
 
     def _forget(self) -> None:
         count = self.microbatches
         self._numbers = {}
+        self._keep(lambda step: step.microbatches is None)
         self._now = self._numbered(count)
 
     @property
@@ -302,7 +297,7 @@ class Tuner:
     @property
     def parts(self) -> int:
         """Parts of a call of experts in the next step."""
-        return self.setting[1]
+        return max((block.parts for stage in self.shapes for block in stage), default=1)
 
     @property
     def held(self) -> Mapping[CostKey, Held]:
@@ -317,16 +312,16 @@ class Tuner:
     @property
     def choice(self) -> str:
         """Name of the plan of the next step, and the times by which it was chosen, or the steps to come."""
-        purpose, plan = self.coming.purpose, self.plan
-        name = f"{plan.program.name} {plan.order}"
-        left = f", {self._untimed} nodes in calls of several, without times of their own" if self._untimed else ""
-        if self.tried:
-            return f"{name} (measured step: {', '.join(map(str, self.tried))}){left}"
+        plan, purpose, now = self.plan, self.next_step().purpose, self._now
+        untimed, name = now.untimed, f"{plan.program.name} {plan.order}"
+        left = f", {untimed} nodes in calls of several, without times of their own" if untimed else ""
+        if now.tried:
+            return f"{name} (measured step: {', '.join(map(str, now.tried))}){left}"
         if purpose is Purpose.TRY:
             return f"{name} (tried with others in turns; the fastest stays)"
         if purpose is not Purpose.SETTLED:
-            return f"{name} (to come: {', '.join(step.purpose for step in self._steps)})"
-        return f"{name} ({'given' if self._now.given else f'predicted step: {milliseconds(plan.predicted)}'}){left}"
+            return f"{name} (to come: {', '.join(step.purpose for step in self._here)})"
+        return f"{name} ({'given' if now.is_set else f'predicted step: {milliseconds(plan.predicted)}'}){left}"
 
     @property
     def parts_choice(self) -> str:
@@ -335,6 +330,11 @@ class Tuner:
             return str(self.parts)
         steps = ", ".join(f"{parts}: {1e3 * step:.0f} ms" for parts, step in self.predicted.items())
         return f"{self.parts} (predicted step by number of parts: {steps})"
+
+    @property
+    def travels(self) -> bool:
+        """Whether rows leave this rank."""
+        return any(not isinstance(stage.exchange, LocalExchange) for stage in self.stages.values())
 
     # ------------------------------------------------------------------------------------------- around a step
 
@@ -352,33 +352,18 @@ class Tuner:
 
     @property
     def _measures(self) -> bool:
-        return self._costs is None and not self._now.given
+        return self._costs is None and not self._now.is_set
 
     def verifies_next(self, *, grad: bool = True) -> bool:
         """Return whether the next step, or evaluation, is compared with a plain loop, so its batch is read again."""
-        return (self.coming.loop if grad else self.loop_of(self.evaluation_of(self.microbatches))) is not None
+        return (self.next_step().loop if grad else self.loop_of(self.evaluation_of(self.microbatches))) is not None
 
     def loop_of(self, plan: Plan) -> Plan | None:
         """Return the plan of the plain loop with which a step of a plan is compared; None if it is not.
 
-        Steps that measure nodes are not, nor is the loop itself. A plan for another number of microbatches than the
-        first is compared if more of them are open at once than before.
+        Steps that measure nodes are not.
         """
-        if not self.options.verify or self._measures:
-            return None
-        if plan.fingerprint in self.verified or plan.fingerprint in self._loops:
-            return None
-        count, forwards, most = _described(plan)
-        known = [(c, m) for c, f, m in self.verified.values() if f == forwards]
-        if known and count != known[0][0] and most <= max(m for _, m in known):
-            return None
-        alone = one_by_one(count, plan.program.placement)
-        loop = self._serial(forwards_of(alone) if forwards else alone, plan)
-        if loop.fingerprint == plan.fingerprint:
-            self._loops.add(plan.fingerprint)
-            return None
-        # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
-        return self._serial(plan.program, plan) if plan.program.placement.ranks > 1 and self.verified else loop
+        return None if not self.options.verify or self._measures else self.loops.loop_of(plan, self._serial)
 
     def _serial(self, program: Program, like: Plan) -> Plan:
         key, others = (program.name, like.fingerprint), self._numbers[program.microbatches].others
@@ -387,14 +372,10 @@ class Tuner:
             others[key] = self.planner.serial(program, shapes)
         return others[key]
 
-    def note_verified(self, plan: Plan) -> None:
-        """Note that the first step of a plan was equal to a plain loop's."""
-        self.verified[plan.fingerprint] = _described(plan)
-
     def count_next(self) -> None:
         """Count in the next step the bytes that each node holds, though no plan needs them; it is not compared."""
-        _ = self.coming  # the plans are made that may have to be tried
-        self._steps.appendleft(Coming(Purpose.COUNT, self.setting))
+        self.next_step()  # the plans are made that may have to be tried
+        self.coming.insert(0, Coming(Purpose.COUNT, microbatches=self.microbatches))
 
     @contextmanager
     def naming_limit(self, plan: Plan) -> Iterator[None]:
@@ -420,18 +401,20 @@ class Tuner:
     ) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this.
 
-        ``step`` was :attr:`coming`; ``count`` is of one that counts, ``found`` of one that shows exchanges of blocks.
-        ``transfers`` times the transfers between stages, in seconds.
+        ``step`` is what :meth:`next_step` returned; ``count`` is of one that counts, ``found`` of one that shows
+        exchanges of blocks. ``transfers`` times the transfers between stages, in seconds.
         """
         self.peers.end()
-        self.steps, self._untimed = self.steps + 1, result.times.untimed
-        self._now.steps += 1
-        plan, steps = step.plan, self._steps
+        self.steps, self._now.untimed = self.steps + 1, result.times.untimed
+        self._now.pooling.steps += 1
+        plan = step.plan
         assert plan is not None
         if plan.peak_bytes:
             fits = self.counted.before + plan.peak_bytes[self.peers.mesh.rank("pp")]
             self.counted = self.counted._replace(fits=fits)
-        entry = steps.popleft() if steps else step
+        entry = next(iter(self._here), step)
+        if entry is not step:
+            self.coming.remove(entry)
         if found is not None:
             self.standing = found.standing
         match step.purpose:
@@ -441,7 +424,8 @@ class Tuner:
                 assert count is not None
                 self._count(count)
             case Purpose.MEASURE:
-                self._note_nodes(plan, result, transfers)
+                assert entry.setting is not None
+                self._note_nodes(plan, entry.setting, result, transfers)
             case Purpose.TRY:
                 self._note_time(plan, result.overlap.makespan)
             case Purpose.SETTLED | Purpose.ADAPT:
@@ -456,14 +440,16 @@ class Tuner:
         if cut is not None:
             self._set(cut, self._numbered(cut.program.microbatches))
 
-    def _note_nodes(self, plan: Plan, result: StepResult, transfers: Callable[[], Mapping[CostKey, float]]) -> None:
+    def _note_nodes(
+        self, plan: Plan, setting: Setting, result: StepResult, transfers: Callable[[], Mapping[CostKey, float]]
+    ) -> None:
         """Note the times of the nodes of a step; go on to the next setting, or to the plans for the costs."""
         every, mesh = self._now.spans, self.peers.mesh
         every.append(result.overlap.spans)
-        while self._coming and self._coming[0].purpose is Purpose.MEASURE:
-            self._coming.popleft()
+        while self.coming and self.coming[0].purpose is Purpose.MEASURE:
+            self.coming.pop(0)
         if more := max(0, self._times - len(every)):  # the number of microbatches may be another one since
-            self._coming.extendleft([Coming(Purpose.MEASURE, self.setting)] * more)
+            self.coming[:0] = [Coming(Purpose.MEASURE, setting)] * more
             return
         costs = measured_costs(
             plan.ranks[mesh.rank("pp")],
@@ -473,9 +459,10 @@ class Tuner:
             launches=result.times.launches,
             transfers=transfers(),
         )
-        self._measured[self.setting] = replace(self.peers.agreed(costs), bytes=self.counted.held), self.shapes
-        if self._coming:
-            self._use(self._coming[0].setting)
+        self._measured[setting] = replace(self.peers.agreed(costs), bytes=self.counted.held), self.shapes
+        following = next((step.setting for step in self.coming if step.setting is not None), None)
+        if following is not None:
+            self._reshape(self._shaped({number: self.shapes[number] for number in self.stages}, following))
             return
         moved = (time for of, _ in self._measured.values() for key, time in of.by_node.items() if key[0] in MOVES)
         if self.options.offload is True and not any(moved):
@@ -486,24 +473,18 @@ class Tuner:
         choice = self.peers.made(self._chosen)
         self.predicted, self._costs, self._measured = choice.predicted or self.predicted, choice.costs, {}
         self._reshape(choice.plans[0].shapes)
-        self.setting = self.setting[0], max((block.parts for stage in self.shapes for block in stage), default=1)
         self._play(choice.plans)
 
     def _chosen(self) -> Choice:
         choice = replace(self._limited(), timed=True).chosen(self.program, self._measured)
         return choice._replace(plans=worth_trying(choice.plans, self.counted.rooms))
 
-    def _use(self, setting: Setting) -> None:
-        """From the next step on, let all blocks recompute, and cut calls of experts, as a setting says."""
-        self.setting = setting
-        self._reshape(self._shaped({number: self.shapes[number] for number in self.stages}))
-
-    def _shaped(self, mine: Mapping[int, StageShape]) -> tuple[StageShape, ...]:
-        """Return the shapes of all stages under the setting, given this rank's."""
+    def _shaped(self, mine: Mapping[int, StageShape], setting: Setting) -> tuple[StageShape, ...]:
+        """Return the shapes of all stages in a setting, by those of this rank's before."""
         leaves = bool(self.options.offload)
         return self._gathered(
             {
-                n: tuple(block._replace(offload=leaves) for block in stage.shaped(mine[n], *self.setting))
+                n: tuple(block._replace(offload=leaves) for block in stage.shaped(mine[n], *setting))
                 for n, stage in self.stages.items()
             }
         )
@@ -522,39 +503,36 @@ class Tuner:
         turns = [self.planner.with_rendezvous(plan, self._costs) for plan in chosen]
         rounds = self._rounds if len(turns) > 1 else 0
         self._now.plan = turns[0]
-        self._now.coming = deque([Coming(Purpose.TRY, self.setting, plan) for plan in turns] * rounds)
+        count = turns[0].program.microbatches
+        self.coming += [Coming(Purpose.TRY, None, count, plan) for plan in turns] * rounds
 
     def _note_time(self, plan: Plan, seconds: float) -> None:
         """Note the time of a step in turns, and after the last one keep the plan that was the fastest."""
         now = self._now
         now.times.append((plan, seconds))
-        if any(step.purpose is Purpose.TRY for step in now.coming):
+        if any(step.purpose is Purpose.TRY for step in self._here):
             return
         plans = list({plan.fingerprint: plan for plan, _ in now.times}.values())
         slowest = self.peers.slowest([seconds for _, seconds in now.times])
         times = [median(slowest[turn :: len(plans)]) for turn in range(len(plans))]
         now.tried = sorted(map(Tried, plans, times), key=lambda one: one.seconds)
-        best, before, self._before = now.tried[0], self._before, None
-        kept = next((one for one in now.tried if before and one.plan.fingerprint == before.fingerprint), None)
+        best, search, now.search = now.tried[0], now.search, None
+        before = search and search.before.fingerprint
+        kept = next((one for one in now.tried if one.plan.fingerprint == before), None)
         if kept is not None:  # what gains less than this over the plan before may be noise
             best = best if best.seconds < (1 - LEAST_GAIN) * kept.seconds else kept
         now.plan = best.plan
-        if kept is not None and best is not kept:
-            self._say_of_other()
+        if search is not None and best is not kept:
+            self._say_of_other(search)
 
-    def tells(self, coming: Coming, *, on_device: bool) -> bool:
-        """Return whether ranks tell each other what they saw of the exchanges of a step, alike on all of them."""
-        if not self.travels or coming.purpose.looks or self.standing or coming.plan is None:
-            return False
-        return self._now.steps >= (self._now.next_told or (TOLD_ON_DEVICE - 1 if on_device else 0))
-
-    def note_told(self, share: float, *, on_device: bool) -> None:
-        """Note the share of a step that it took to tell of it, which says of which step ranks do so next.
+    def pooled(self, step: Coming, result: StepResult, *, on_device: bool) -> StepResult:
+        """Return the result of a step with what the other ranks saw of its exchanges, where they pool it now.
 
         All ranks must call this.
         """
-        (most,) = self.peers.slowest([share])
-        self._now.next_told = self._now.steps + max(TOLD_ON_DEVICE if on_device else 1, math.ceil(most / TOLD))
+        if not self.travels or step.purpose.looks or self.standing or step.plan is None:
+            return result
+        return self._now.pooling.pooled(result, step.plan, self._costs, self.peers, on_device=on_device)
 
     def _watch(self, result: StepResult) -> None:
         """Note the node times of a settled step. When they leave what its plan was made for, search another.
@@ -562,7 +540,9 @@ class Tuner:
         It is tried when it still gains at the tables behind the search.
         """
         now, costs, search = self._now, self._costs, self._search
-        if not self.options.drift or costs is None or now.plan is None or self._given:
+        if not self.options.drift or costs is None or now.plan is None:
+            return
+        if any(of.is_set for of in self._numbers.values()):
             return
         if search is not None and not search.found():
             return
@@ -582,7 +562,7 @@ class Tuner:
             return
         search.windows += 1
         if search.windows == WINDOWS:
-            self._changes = self.peers.mesh.every(now.drift.changes)
+            search.changes = self.peers.mesh.every(now.drift.changes)
             self._go_over(search)
 
     def _scaled(self, drift: Drift, costs: NodeCosts) -> NodeCosts:
@@ -590,10 +570,6 @@ class Tuner:
 
     def _searched(self, program: Program, costs: NodeCosts, progress: Callable[[float], None]) -> list[Plan]:
         return replace(self._limited(), timed=True, progress=progress).fastest(program, self.shapes, costs)
-
-    @property
-    def _given(self) -> bool:
-        return any(of.given for of in self._numbers.values())
 
     def _left(self, drift: Drift) -> bool:
         every = self.peers.mesh.every(drift.left)
@@ -607,16 +583,16 @@ class Tuner:
         if search.plans[0].program.microbatches != self.microbatches:
             return  # another number of microbatches is played since
         self._play(search.plans, search.before)
-        if self._now.coming:
-            self._before = search.before
+        if self._here:
+            self._now.search = search
         else:
-            self._say_of_other()
+            self._say_of_other(search)
 
-    def _say_of_other(self) -> None:
+    def _say_of_other(self, search: Search) -> None:
         """Say once, on the first rank, that another plan is played since node times have changed."""
         if any(map(self.peers.mesh.rank, DIMENSIONS)):
             return
-        exchange, compute = (max(of, key=lambda one: abs(one - 1)) for of in zip(*self._changes.values(), strict=True))
+        exchange, compute = (max(of, key=lambda one: abs(one - 1)) for of in zip(*search.changes.values(), strict=True))
         self._said = (
             f"node times have left what the plan was made for, exchanges take {exchange:.2f} and compute "
             f"{compute:.2f} times as long: from step {self.steps + 1} on {self.choice}"
@@ -624,7 +600,7 @@ class Tuner:
 
     def close(self) -> None:
         """End what runs beside the steps."""
-        search, self._search, self._before = self._search, None, None
+        search, self._search = self._search, None
         if search is not None:
             search.end()
 
@@ -661,12 +637,6 @@ class Tuner:
         """Return what makes plans to choose from. Of what a GPU has only trials are kept from holding more."""
         rooms = self.counted.rooms if self.options.memory is not None else ()
         return replace(self.planner, rooms=rooms, sparing=self._on_gpu and self._rounds > 0)
-
-
-def _described(plan: Plan) -> tuple[int, bool, int]:
-    """Return number of microbatches, whether a plan has forwards alone, and most microbatches of a stage at once."""
-    most = max(map(plan.live, range(len(plan.ranks))))
-    return plan.program.microbatches, plan.program.forward_only, most
 
 
 def milliseconds(seconds: float) -> str:

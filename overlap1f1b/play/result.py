@@ -36,7 +36,7 @@ class StepResult:
         standing: A line about each exchange of the model's own that runs where it stands, inside a node: it is exposed,
             and nothing has timed it.
         costs: Of the nodes by which the plan was made, in seconds; None if it was made by none.
-        others: What the other ranks that share experts saw of the exchanges; empty if they have not told.
+        others: What the other ranks that share experts saw of the exchanges; empty if they did not pool it.
     """
 
     losses: tuple[Tensor, ...]
@@ -60,10 +60,10 @@ class StepResult:
         bytes = {flight.node: (flight.sent, flight.received) for flight in self.times.flights}
         return Timeline(self.times.spans(), standing=self.standing, bytes=bytes, costs=self.costs, others=self.others)
 
-    def told(self, costs: NodeCosts | None, others: tuple[Mapping[Node, Flown], ...]) -> StepResult:
+    def pooled(self, costs: NodeCosts | None, others: tuple[Mapping[Node, Flown], ...]) -> StepResult:
         """Return the same with the costs of its plan, and what the other ranks that share experts saw."""
         found = replace(self, costs=costs, others=others)
-        vars(found)["overlap"] = self.overlap.told(costs, others)
+        vars(found)["overlap"] = self.overlap.pooled(costs, others)
         return found
 
     @property
@@ -90,7 +90,7 @@ class StepResult:
         step_ms, tokens_per_s: From the first node's start to the last one's end; with the ``tokens`` of the step.
         hidden_fraction, exposed_ms: Where rows are exchanged. NaN, with a warning, if exchanges run where they stand.
         exposed_ms/dispatch.f: What is exposed of this sub-op and direction; and so on.
-        exposed_by_cause_ms/link: By cause; they add up to ``exposed_ms``. Of steps of which ranks tell each other.
+        exposed_by_cause_ms/link: By cause; they add up to ``exposed_ms``. Of steps that ranks pool.
         rows_over_mean/s0.b3: Of a block with experts, rows of the rank with most over the mean; of the same steps.
         offloaded_bytes: Where activations go to host memory.
         peak_bytes: If they were counted.

@@ -125,8 +125,8 @@ class Causes:
                 host = before[number - 1] + max(0.0, span.start - ready)
             self.flown[span.node] = Flown(span.end - span.start, *bytes.get(span.node, (0.0, 0.0)), host)
 
-    def told(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Causes:
-        """Return the same by costs of the plan, and with what other ranks have told."""
+    def pooled(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Causes:
+        """Return the same by costs of the plan, and with what other ranks saw."""
         found = copy(self)
         found._costs, found._others, found._moved = costs, others, {}
         vars(found).pop("_late", None)
@@ -171,6 +171,7 @@ class Causes:
         return ready if counts is None or counts.end > span.start else max(ready, counts.end)
 
     def _idle(self, gap: Gap, late: Mapping[Node, Late]) -> Iterator[Idle]:
+        """Yield the causes of a gap without compute, in order of time."""
         start, end, awaited, launched = gap
         if awaited is not None:
             posted, arrived = max(start, awaited.start), min(end, awaited.end)

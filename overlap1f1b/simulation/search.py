@@ -87,8 +87,8 @@ class Candidate:
     overlap: Overlap | None = None
 
     def __str__(self) -> str:
-        given = {**self.options, "overlap": self.overlap}
-        words = [f"{name}={value}" for name, value in given.items() if value is not None and (name, value) != _ONE]
+        options = {**self.options, "overlap": self.overlap}
+        words = [f"{name}={value}" for name, value in options.items() if value is not None and (name, value) != _ONE]
         return self.schedule + (":" + ",".join(words) if words else "")
 
     def build(self, ranks: int, microbatches: int, *, forward_only: bool = False) -> Program:

@@ -76,8 +76,8 @@ def simulate(
         ValueError: The program breaks a rule, the costs are of the wrong kind, ``layers`` is under 1, or an argument
             has no meaning for this program or plan.
     """
-    given = {"overlap": overlap, "layers": layers, "parts": parts, "counts_block": counts_block or None}
-    for name, value in given.items():  # those without an effect are refused
+    options = {"overlap": overlap, "layers": layers, "parts": parts, "counts_block": counts_block or None}
+    for name, value in options.items():  # those without an effect are refused
         if value is not None and isinstance(costs, Costs):
             raise ValueError(f"{name}={value!r} with Costs, which have no sub-ops; allowed: with NodeCosts")
         if value is not None and isinstance(what, Plan) and name != "counts_block":

@@ -96,10 +96,10 @@ class Timeline:
             return OverlapFigures(nan, nan)
         return OverlapFigures.of(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
 
-    def told(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Timeline:
+    def pooled(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Timeline:
         """Return the same with the costs of its plan, and what the other ranks that share experts saw."""
         found = replace(self, costs=costs, others=others)
-        vars(found)["causes"] = self.causes.told(costs, others)
+        vars(found)["causes"] = self.causes.pooled(costs, others)
         return found
 
     @cached_property

@@ -149,12 +149,12 @@ def test_numbers_of_microbatches_are_followed_or_refused() -> None:
         engine.evaluate(data[0], target=data[1], microbatches=0)
     asked = list[int]()
 
-    def given(stage: int, microbatch: int) -> dict[str, Any]:
+    def arguments_of(stage: int, microbatch: int) -> dict[str, Any]:
         asked.append(microbatch)
         x, y = (part.chunk(2)[microbatch] for part in data)
         return {"inputs": x, "target": y, "loss_fn": models.loss_fn, "loss_grad": 0.5}
 
-    engine.play(lambda: Feed(given, {0: 0.5, 1: 0.5}, None), microbatches=2)
+    engine.play(lambda: Feed(arguments_of, {0: 0.5, 1: 0.5}, None), microbatches=2)
     assert sorted(set(asked)) == [0, 1]
     assert engine.microbatches == 2
 

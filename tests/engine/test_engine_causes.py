@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.learn import tuner
+from overlap1f1b.learn import pooling
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make
@@ -17,14 +17,14 @@ MICROBATCHES = 4
 
 
 def figures(rank: int, size: int, pipeline: int) -> list[tuple[int, dict[str, float]]]:
-    """Of each step of an engine with uneven routing: others that told what they saw, and metrics."""
+    """Of each step of an engine with uneven routing: what others saw, and metrics."""
     mesh = init_device_mesh("cpu", (pipeline, size // pipeline), mesh_dim_names=("pp", "ep"))
     name = "combined_1f1b" if pipeline == 1 else "interleaved_1f1b"
     program = build_schedule(name, ranks=pipeline, microbatches=MICROBATCHES)  # type: ignore[arg-type]
     model = models.build(mesh.get_group("ep"), layers=3)
     found = []
-    told = patch.object(tuner, "TOLD", math.inf)  # of every step, though they are short
-    with told, make(model, program, mesh=mesh, costs=COSTS, overlap=2, timeout=60) as engine:
+    pooled = patch.object(pooling, "PART", math.inf)  # every step, though they are short
+    with pooled, make(model, program, mesh=mesh, costs=COSTS, overlap=2, timeout=60) as engine:
         inputs, target = models.batch(MICROBATCHES, seed=mesh.get_local_rank("ep"))
         engine.step(inputs, target=target)  # it looks for exchanges of the blocks' own
         for _ in range(2):
@@ -56,12 +56,12 @@ def test_four_ranks(pipeline: int) -> None:
 
 
 @over(2)
-def test_steps_that_measure_are_not_told_of(rank: int, size: int) -> None:
+def test_steps_that_measure_are_not_pooled(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     model, program = models.build(mesh.get_group("ep")), build_schedule("1f1b", microbatches=2)
     with make(model, program, mesh=mesh, tries=0, timeout=60) as engine:
         batch = models.batch(2, seed=rank)
-        told = [len(engine.step(batch[0], target=batch[1]).others) for _ in range(2)]
+        others = [len(engine.step(batch[0], target=batch[1]).others) for _ in range(2)]
         engine.costs = COSTS
-        told.append(len(engine.step(batch[0], target=batch[1]).others))
-        assert told == [0, 0, 1], told
+        others.append(len(engine.step(batch[0], target=batch[1]).others))
+        assert others == [0, 0, 1], others

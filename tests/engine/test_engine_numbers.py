@@ -61,7 +61,7 @@ def _any_number(rank: int, size: int, steps: int, most: int) -> None:
             seen.add(number)
             assert step < 1 or engine.costs is not None, f"{where} is serial"
             if verified.call_count:  # the first number's plans, and those that open more microbatches than any before
-                most_open = engine.tuner.verified[verified.call_args.args[1].plan.fingerprint][2]
+                most_open = engine.tuner.loops.verified[verified.call_args.args[1].plan.fingerprint][2]
                 again = opened and number != next(iter(opened)) and most_open <= max(opened.values())
                 assert not again, f"{where} is compared with a serial one"
                 opened[number] = max(most_open, opened.get(number, 0))

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.learn import drift as learned
-from overlap1f1b.learn import tuner
+from overlap1f1b.learn import pooling
 from overlap1f1b.learn.drift import EVERY, TABLES, WINDOWS, Drift, Search, Table
 from overlap1f1b.learn.peers import Peers
 from overlap1f1b.learn.planner import Planner
@@ -134,13 +134,13 @@ def _closed(rank: int, size: int, by: str) -> list[str]:
         return ", ".join(thread.name for thread in threading.enumerate() if thread.name == "overlap1f1b-search")
 
     options: dict[str, Any] = {"mesh": mesh, "tries": 0, "timeout": 60, "drift": True}
-    told, moves = patch.object(tuner, "TOLD", math.inf), patch.object(Drift, "left", True)
+    pooled, moves = patch.object(pooling, "PART", math.inf), patch.object(Drift, "left", True)
     program = build_schedule("combined_1f1b", microbatches=2)
-    with told, moves, make(models.build(mesh.get_group("ep")), program, **options) as engine:
+    with pooled, moves, make(models.build(mesh.get_group("ep")), program, **options) as engine:
         while engine.tuner.settling:
             engine.step(*models.batch(2, seed=rank))
         with patch.object(Planner, "fastest", fastest):
-            while engine.tuner.coming.purpose is not Purpose.ADAPT:
+            while engine.tuner.next_step().purpose is not Purpose.ADAPT:
                 engine.step(*models.batch(2, seed=rank))
             engine.step(*models.batch(2, seed=rank))
             found.append(threads())
@@ -184,16 +184,18 @@ def _losses(rank: int, size: int, drifts: bool, tries: int = 0) -> tuple[list[fl
         return {key: 30.0 if slow and key[0] in EXCHANGED else 1.0 for key in keys}
 
     with (
-        patch.object(tuner, "TOLD", math.inf),  # of every step, though they are short
+        patch.object(pooling, "PART", math.inf),  # every step, though they are short
         patch.object(learned, "table_of", table_of),
         patch.object(Search, "gains", lambda *_, **__: True),
         make(model, program, mesh=mesh, tries=tries, timeout=60, **given) as engine,
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
-        while engine.tuner.coming.purpose is not Purpose.SETTLED or len(losses) < 30 + (4 * TABLES + WINDOWS) * EVERY:
+        while (
+            engine.tuner.next_step().purpose is not Purpose.SETTLED or len(losses) < 30 + (4 * TABLES + WINDOWS) * EVERY
+        ):
             slow += ["now"] * (len(losses) == 20 + TABLES * EVERY)
-            purposes.append(engine.tuner.coming.purpose.value)
+            purposes.append(engine.tuner.next_step().purpose.value)
             result = engine.step(*models.batch(3, seed=len(losses) * size + rank))
             losses.append(engine.mean_loss(result))
             optimizer.step()

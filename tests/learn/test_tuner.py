@@ -53,7 +53,7 @@ def play(of: Tuner, *seconds: float) -> list[Plan]:
     """Let a tuner learn from steps of these times, whose nodes take none; return their plans."""
     played = []
     for makespan in seconds:
-        step, result = of.coming, Mock(overlap=Mock(makespan=makespan, spans=()), times=Mock(launches=()))
+        step, result = of.next_step(), Mock(overlap=Mock(makespan=makespan, spans=()), times=Mock(launches=()))
         assert step.plan is not None
         played.append(step.plan)
         of.learn(step, result, dict)
@@ -69,7 +69,7 @@ def trying(plans: list[Plan], of: Tuner) -> Tuner:
 
 def test_steps_are_serial_until_there_are_costs() -> None:
     of = tuner()
-    assert of.coming.purpose is Purpose.WARM
+    assert of.next_step().purpose is Purpose.WARM
     serial = of.plan
     assert serial is of.plan  # compiled once
     assert serial.fingerprint == compile(PROGRAM, SHAPES, NodeCosts(), "serial").fingerprint
@@ -78,7 +78,7 @@ def test_steps_are_serial_until_there_are_costs() -> None:
     assert not of.settling
     assert of.plan.fingerprint == compile(PROGRAM, SHAPES, COSTS, 3).fingerprint
     of.costs = None
-    assert of.coming.purpose is Purpose.MEASURE
+    assert of.next_step().purpose is Purpose.MEASURE
     assert of.plan.fingerprint == serial.fingerprint
 
 
@@ -95,9 +95,9 @@ def test_a_step_takes_an_entry_of_the_list(options: dict[str, Any], coming: str)
     engine, (inputs, target) = make(models.build(), PROGRAM, tries=0, **options), models.batch(4)
     assert engine.tuner.choice == f"{engine.plan.program.name} serial (to come: {coming})"
     for purpose in coming.split(", "):
-        assert engine.tuner.coming.purpose == purpose
+        assert engine.tuner.next_step().purpose == purpose
         engine.step(inputs, target=target)
-    assert engine.tuner.coming.purpose is Purpose.SETTLED
+    assert engine.tuner.next_step().purpose is Purpose.SETTLED
 
 
 @pytest.mark.parametrize(("exchange", "name"), [(1.0, "combined_1f1b"), (7.0, "combined_1f1b+1")])

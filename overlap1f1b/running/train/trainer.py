@@ -64,10 +64,10 @@ class Trainer:
     ) -> None:
         self.options, self.rank, self.corpus = options, rank, corpus
         self.model, model, loss, weights = build(options, rank, program)
-        given = options.engine_options(block_weights=weights, overlap=overlap)
+        engine_options = options.engine_options(block_weights=weights, overlap=overlap)
         self.link = link_of(options, rank)
         exchange = PacedExchange(own_exchange(rank.group), self.link) if self.link else None
-        self.engine = Engine(model, program, mesh=rank.mesh, loss_fn=loss, options=given, exchange=exchange)
+        self.engine = Engine(model, program, mesh=rank.mesh, loss_fn=loss, options=engine_options, exchange=exchange)
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
         # blocks of other ranks stay as they were built
         mine = {n: b for n, b in self.model.named_children() if b in held}
@@ -77,7 +77,7 @@ class Trainer:
     def step(self, index: int) -> StepFigures:
         """Make step ``index``, from 0; ValueError if loss or gradient is not finite."""
         options, rank, start, waited = self.options, self.rank, time.perf_counter(), waited_s()
-        purpose = self.engine.tuner.coming.purpose
+        purpose = self.engine.tuner.next_step().purpose
         batch = self.corpus.batch(index, rank.data_rank, batch=options.batch, seed=options.seed)
         inputs, target = fed(options, rank, *batch)
         # The stream of a step's random numbers, dropout for example.
@@ -102,8 +102,8 @@ class Trainer:
         # A single rank sends rows only to itself.
         overlap = OverlapFigures(result.overlap.exchange if rank.group is not None else 0.0, result.overlap.exposed)
         by_cause = result.overlap.by_cause if rank.group is not None else {}
-        told = self.engine.mesh.every((overlap, waited_s() - waited, by_cause))
-        every, waits, causes = zip(*told.values(), strict=True)
+        of_ranks = self.engine.mesh.every((overlap, waited_s() - waited, by_cause))
+        every, waits, causes = zip(*of_ranks.values(), strict=True)
         metrics = result.metrics() if rank.group is not None else {}
         return StepFigures(
             loss=loss,
@@ -138,9 +138,9 @@ class Trainer:
 
     def save(self, folder: Path, step: int, history: Stateful) -> Saving:
         """Begin to write a checkpoint, which the next steps do not wait for; the next save does."""
-        given: dict[str, Any] = {"state": {"history": history}, "config": self._identity()}
+        content: dict[str, Any] = {"state": {"history": history}, "config": self._identity()}
         with refused("checkpoint", folder):
-            return save_checkpoint(self.engine, folder, step, self.optimizer, **given, background=True)
+            return save_checkpoint(self.engine, folder, step, self.optimizer, **content, background=True)
 
     def load(self, path: Path, history: Stateful | None = None) -> int:
         """Load a checkpoint, with its history if there is an object for it, and return the number of its steps."""
