@@ -86,15 +86,15 @@ class Shards:
         self.elsewhere: set[str] | None = None
         self.columns: dict[str, int] = {}
         ties: dict[nn.Parameter, str] = {}
-        given: Any = engine.model
-        if not isinstance(given, Mapping):
-            self.model = given if isinstance(given, nn.Sequential) else nn.ModuleList(blocks_of(given))
+        model: Any = engine.model
+        if not isinstance(model, Mapping):
+            self.model = model if isinstance(model, nn.Sequential) else nn.ModuleList(blocks_of(model))
             own = {block for stage in engine.stages.values() for block in stage.blocks}
             self.elsewhere = {name for name, child in self.model._modules.items() if child not in own}
         elif any(parts):
             self.model, self.elsewhere, ties = _numbered(engine, {n: part for own in parts for n, part in own.items()})
         else:
-            for stage in given.values():
+            for stage in model.values():
                 stage.hang(self.model)
                 ties |= {p: name for name, p in ties_in(stage).items()}
                 self.columns |= stage.columns
@@ -303,19 +303,19 @@ def _numbered(engine: Engine, parts: Mapping[int, Part]) -> tuple[nn.Module, set
         for tie, name in parts[number].ties.items():
             block, _, label = name.partition(".")
             homes.setdefault(tie, f"{first[number] + int(block)}.{label}")
-    given: Any = engine.model
+    modules: Any = engine.model
     model, ties = nn.Module(), dict[nn.Parameter, str]()
     for number, stage in engine.stages.items():
         for position, module in enumerate(stage.blocks, first[number]):
             model.add_module(str(position), module)
-        ties |= {p: homes[tie] for tie, p in ties_in(given[number]).items() if tie in homes}
+        ties |= {p: homes[tie] for tie, p in ties_in(modules[number]).items() if tie in homes}
     every = range(sum(part.blocks for part in parts.values()))
     return model, set(map(str, every)) - model._modules.keys(), ties
 
 
-def _optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
+def _optimizers_of(optimizers: Any) -> list[torch.optim.Optimizer]:
     """Return one optimizer or several as a list. What has the members of one, as a wrapper, is one."""
-    several = [given] if hasattr(given, "param_groups") else given
+    several = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
     if isinstance(several, Iterable) and not isinstance(several, str):
         several = list(several)
         if all(hasattr(one, "param_groups") for one in several):

@@ -64,12 +64,12 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     ValueError for no modules, or a forward or hooks of the model's own, which a call of its blocks would leave out.
     """
     if not isinstance(model, nn.Module):
-        given = list(model) if isinstance(model, Iterable) and not isinstance(model, str) else [model]
-        if strange := [block for block in given if not isinstance(block, nn.Module)]:
+        several = list(model) if isinstance(model, Iterable) and not isinstance(model, str) else [model]
+        if strange := [block for block in several if not isinstance(block, nn.Module)]:
             raise ValueError(
                 f"{quoted(strange[0])} as a model or a block of it; allowed: an nn.Sequential or a list of blocks"
             )
-        return given
+        return several
     if isinstance(model, nn.ModuleList) and type(model).forward is nn.Module.forward:
         return list(model)
     if isinstance(blocks := model.__dict__.get("blocks"), list):

@@ -37,6 +37,7 @@ def copies_of(places: Iterable[tuple[MutableMapping[Any, Any], Any]]) -> Iterato
 
 
 def _copied(value: Any, made: dict[int, tuple[Any, Any]]) -> Any:
+    """Return a copy of what can change in place; ``made`` has what was copied before, with its copy."""
     if id(value) not in made:
         made[id(value)] = value, value  # of a list that holds itself
         new = value

@@ -34,23 +34,23 @@ class Declared(NamedTuple):
     output: int | None = None
     async_op: int | None = None
 
-    def given(self, name: str, args: Sequence[Any]) -> Any:
+    def argument(self, name: str, args: Sequence[Any]) -> Any:
         """Return an argument of a call by its name here; None if it was not given."""
         at = getattr(self, name)
         return args[at] if at is not None and at < len(args) else None
 
     def call(self, args: Sequence[Any]) -> tuple[Tensor, Any, Any, dist.ProcessGroup]:
         """Return tensor, sizes to send, sizes to receive, and group of a call."""
-        send, receive, group = (self.given(name, args) for name in ("send", "receive", "group"))
+        send, receive, group = (self.argument(name, args) for name in ("send", "receive", "group"))
         return args[self.tensor], sizes_of(send), sizes_of(receive), group_named(group)
 
     def result(self, args: Sequence[Any], received: Tensor) -> Any:
         """Return what the Function would, for the rows that its exchange has brought."""
-        output = self.given("output", args)
+        output = self.argument("output", args)
         rows = received if output is None else output.copy_(received)
         if self.async_op is None:
             return rows
-        return rows, Arrived(rows.device) if self.given("async_op", args) else None
+        return rows, Arrived(rows.device) if self.argument("async_op", args) else None
 
 
 KNOWN = {
@@ -103,9 +103,9 @@ def declare(
     places = [tensor, *[at for at in (send, receive, group, output, async_op) if at is not None]]
     same = len(places) - len(set(places)) - (send is not None and send == receive)
     if same or not all(type(at) is int and at >= 0 for at in places):
-        given = ", ".join(f"{name}={at!r}" for name, at in declared._asdict().items() if at is not None)
+        stated = ", ".join(f"{name}={at!r}" for name, at in declared._asdict().items() if at is not None)
         raise ValueError(
-            f"declare({function.__qualname__}, {given}); allowed: positions from 0, each for one argument (send and "
+            f"declare({function.__qualname__}, {stated}); allowed: positions from 0, each for one argument (send and "
             "receive may share one)"
         )
     takes = [one for name, one in signature(function.forward).parameters.items() if name != "ctx"]
@@ -148,7 +148,7 @@ def check(declared: Declared, function: type, args: Sequence[Any], result: Any, 
         rows = result.wait()
     checked = {
         "rows": _same(rows, _exchanged(tensor, sent, received, group)),
-        "output": declared.output is None or _same(rows, declared.given("output", args)),
+        "output": declared.output is None or _same(rows, declared.argument("output", args)),
         "async_op": is_pair == (declared.async_op is not None),
     }
     if wrong := [what for what, is_right in checked.items() if not is_right]:
@@ -157,8 +157,8 @@ def check(declared: Declared, function: type, args: Sequence[Any], result: Any, 
         return
     at = sum(isinstance(arg, Tensor) for arg in args[: declared.tensor])  # a node has gradients of tensors alone
 
-    def check_backward(grads: Sequence[Tensor | None], given: Sequence[Tensor]) -> None:
-        if not _same(grads[at], _exchanged(given[0], received, sent, group)):
+    def check_backward(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> None:
+        if not _same(grads[at], _exchanged(inputs[0], received, sent, group)):
             raise ValueError(f"{name} its backward does more than an all-to-all; allowed: Functions that do no more")
 
     rows.grad_fn.register_hook(check_backward)

@@ -141,10 +141,10 @@ class UserOptions:
             raise ValueError(f"finite={quoted(self.finite)}; allowed: warn, raise")
         check_timeout(self.timeout)
 
-    def engine_options(self, **given: Any) -> EngineOptions:
+    def engine_options(self, **others: Any) -> EngineOptions:
         """Return the options of an engine: these, and what a program gives."""
         chosen = {one.name: getattr(self, one.name) for one in fields(UserOptions)}
-        return EngineOptions(**chosen | given)
+        return EngineOptions(**chosen | others)
 
 
 @checked

@@ -201,6 +201,7 @@ class _Attributes(MutableMapping[str, Any]):
 
 
 def _add_attributes(held: Any, path: str, found: dict[int, Table], *, shared: bool = False) -> list[Mapping[str, Any]]:
+    """Add the tables of an object's attributes and slots to ``found``; return them."""
     owned, tables = getattr(held, "__dict__", None), list[Mapping[str, Any]]()
     around = "attribute '", f"' of {type(held).__name__} in {path}"
     if isinstance(owned, dict):

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from operator import is_
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,34 @@ class Cut:
         self.exchange_before = {following: exchange for exchange, following in self.exchange_after.items()}
 
 
+class Inside(NamedTuple):
+    """What is inside a block.
+
+    Args:
+        linears: Layers whose weight gradients are computed apart.
+        apart: Weights whose gradients are.
+        carriers: Modules that attach auxiliary losses.
+        places: Where its forward keeps something between its exchanges.
+        buffers: For what ``recompute`` computes again.
+    """
+
+    linears: list[nn.Linear]
+    apart: Set[nn.Parameter]
+    carriers: list[Router]
+    places: KnownPlaces
+    buffers: Buffers
+
+    @classmethod
+    def of(cls, block: nn.Module, tied: Set[nn.Parameter]) -> Inside:
+        """Return what is inside a block; no gradient of a ``tied`` parameter is computed apart."""
+        options, modules = options_of(block), list(block.modules())
+        linears = [m for m in modules if splits(m) and m.weight not in tied and m not in options.whole]
+        weights = {p for m in linears if isinstance(p := m.weight, nn.Parameter)}
+        apart = weights.union(options.apart).difference(tied)
+        carriers = [m for m in modules if isinstance(m, Router)]
+        return cls(linears, apart, carriers, KnownPlaces(block, options.state), Buffers(block))
+
+
 class Stage:
     """Consecutive blocks of a model, each an ordinary module that maps one tensor or several to one or a tuple.
 
@@ -126,21 +154,12 @@ class Stage:
         self.tied: dict[nn.Parameter, int] = {}
         """Parameters that several blocks share, with the first of these blocks."""
         self._find_parameters()
-        self.sharing = frozenset(
-            index for index, own in enumerate(self.dense_parameters) if not self.tied.keys().isdisjoint(own)
-        )
-        """Blocks that share parameters with others."""
-        self.linears = [
-            [m for m in block.modules() if splits(m) and m.weight not in self.tied and m not in options_of(block).whole]
-            for block in self.blocks
-        ]
-        """Layers of each block whose weight gradients are computed apart."""
-        self.carriers = [[m for m in block.modules() if isinstance(m, Router)] for block in self.blocks]
-        """Modules of each block that attach auxiliary losses."""
+        self.inside = [Inside.of(block, self.tied.keys()) for block in self.blocks]
+        """What is inside each block."""
         self.shape: StageShape = tuple(
             BlockShape(
                 expert_calls=len(self.experts_of(index)),
-                split=bool(self.linears[index] or self._apart_of(index)) or options_of(block).delays,
+                split=bool(self.inside[index].apart) or options_of(block).delays,
                 reduced=bool(
                     (reduce_dense and self.dense_parameters_of(index))
                     or (reduce_experts and self.expert_parameters_of(index))
@@ -159,18 +178,9 @@ class Stage:
         """Shapes of the blocks in the first step; those of later steps follow from it, see :meth:`shaped`."""
         self.draws = Draws(self.blocks, generators_of(self.device))
         self._cuts: dict[StageShape, Cut] = {}
-        self._apart = [
-            self._apart_of(index) | {p for m in linears if isinstance(p := m.weight, nn.Parameter)}
-            for index, linears in enumerate(self.linears)
-        ]
-        """Weights of each block whose gradients are computed apart."""
         self._uses: dict[tuple[int, BlockShape, Hashable], ParameterUses] = {}
         self.own_exchanges: dict[int, OwnExchanges] = {}
         """Exchanges that blocks make by themselves, as the first step has shown."""
-        self.places = [KnownPlaces(block, options_of(block).state) for block in self.blocks]
-        """Places in which each block's forward keeps something between its exchanges."""
-        self.buffers = [Buffers(block) for block in self.blocks]
-        """Buffers of each block, for what ``recompute`` computes again."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
 
@@ -222,8 +232,10 @@ class Stage:
         """Generators of random numbers that a forward may draw from."""
         return self.draws.generators
 
-    def _apart_of(self, block: int) -> set[nn.Parameter]:
-        return set(options_of(self.blocks[block]).apart) - self.tied.keys()
+    @property
+    def sharing(self) -> frozenset[int]:
+        """Blocks that share parameters with others."""
+        return frozenset(n for n, own in enumerate(self.dense_parameters) if not self.tied.keys().isdisjoint(own))
 
     def cut(self, shape: StageShape) -> Cut:
         """Return how the stage is cut by the shapes of a plan."""
@@ -236,7 +248,7 @@ class Stage:
         key = block, shape._replace(recompute="none", gathered=False, offload=False), autocast
         if key not in self._uses:
             shares = any(self.tied.get(p, block) != block for p in self.dense_parameters[block])
-            self._uses[key] = ParameterUses(set(self._apart[block]), shares=shares)
+            self._uses[key] = ParameterUses(set(self.inside[block].apart), shares=shares)
         return self._uses[key]
 
     def cut_at(self, shape: StageShape, found: Mapping[tuple[int, int], OwnExchanges]) -> StageShape:

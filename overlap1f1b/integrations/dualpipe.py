@@ -183,23 +183,23 @@ class StepArguments:
             if stage == last:
                 labels.update(zip(indices, self._labels_of(len(indices)), strict=True))
 
-        def given(stage: int, microbatch: int) -> dict[str, Any]:
+        def arguments_of(stage: int, microbatch: int) -> dict[str, Any]:
             criterion = self.criterion if stage == last else None
             # Labels may be None, where the engine's targets may not.
             loss_fn = criterion and (lambda *outputs: criterion(*outputs, *labels[microbatch]))
             inputs_of = inputs[microbatch] if stage == 0 else None
             return {"inputs": inputs_of, "loss_fn": loss_fn, "return_outputs": self.return_outputs}
 
-        return Feed(given, dict.fromkeys(range(program.microbatches), 1.0), None)
+        return Feed(arguments_of, dict.fromkeys(range(program.microbatches), 1.0), None)
 
     def _inputs_of(self, count: int) -> list[Tensors]:
         # As leaves.
-        given = [x for x in self.inputs if x is not None]
-        if not given or not all(isinstance(x, Tensor) for x in self.inputs):
+        inputs = [x for x in self.inputs if x is not None]
+        if not inputs or not all(isinstance(x, Tensor) for x in self.inputs):
             what = ", ".join(type(x).__name__ for x in self.inputs) or "nothing"
             raise ValueError(f"inputs {what} on a rank where a pipe begins; allowed: tensors")
-        split = [self._split(x.detach(), count, "inputs") for x in given]
-        for x, parts in zip(given, split, strict=True):
+        split = [self._split(x.detach(), count, "inputs") for x in inputs]
+        for x, parts in zip(inputs, split, strict=True):
             for part in parts:
                 part.requires_grad_(x.requires_grad and torch.is_grad_enabled())
         return list(zip(*split, strict=True))

@@ -56,6 +56,7 @@ class MegatronExperts(LayerExperts):
         self.layer, self.top_k = (layer,), layer.config.moe_router_topk
 
     def compute_routed(self, rows: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor | None]:
+        """Apply the layer's experts, which use the weights ``[C]``, to rows ``[C, H]``; none of these act later."""
         counts = KnownRows(route.expert_rows)
         total = sum(counts)
         result, _ = self.own[0](rows[:total], torch.tensor(counts, device="cpu"), weights[:total])
@@ -126,6 +127,7 @@ class DeepSpeedExperts(LayerExperts):
         )
 
     def compute_routed(self, rows: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor | None]:
+        """Apply the layer's experts to rows ``[C, H]``, weighed by ``[C]`` before or, as by default, after them."""
         if not self.first:
             return super().compute_routed(rows, weights, route)
         weighted = (rows.float() * weights[:, None]).to(rows.dtype)

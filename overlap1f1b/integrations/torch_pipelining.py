@@ -90,8 +90,8 @@ def overlapped(
         raise ValueError(
             f"a {type(schedule).__name__} with {own[0]} of its own; allowed: torch's, which the engine plays"
         )
-    given = replace(options or EngineOptions(), reduce=False)
-    make_engine = partial(Engine, program=program, mesh=mesh, options=given, exchange=exchange)
+    engine_options = replace(options or EngineOptions(), reduce=False)
+    make_engine = partial(Engine, program=program, mesh=mesh, options=engine_options, exchange=exchange)
     parts = {stage.stage_index: stage.submod for stage in stages}
     return Schedule(parts, program, schedule._loss_fn, make_engine, schedule)
 
@@ -250,7 +250,7 @@ class Schedule:
             for part in self._parts.values():
                 part.arguments = named
 
-            def given(stage: int, index: int) -> dict[str, Any]:
+            def arguments_of(stage: int, index: int) -> dict[str, Any]:
                 arguments: dict[str, Any] = {"inputs": inputs[index]} if stage == 0 and inputs is not None else {}
                 if stage == self._last:
                     arguments |= {
@@ -260,7 +260,7 @@ class Schedule:
                     }
                 return arguments
 
-            return Feed(given, dict.fromkeys(range(count), 1.0), aux_scale=None)
+            return Feed(arguments_of, dict.fromkeys(range(count), 1.0), aux_scale=None)
 
         try:
             self.result = self.engine.play(feed, grad=like._has_backward, microbatches=count).result
@@ -277,16 +277,16 @@ class Schedule:
             return None
         return like._merge_outputs(list(self.result.outputs))
 
-    def eval(self, *args: Any, **given: Any) -> Any:
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forwards alone, without gradients; with the arguments of :meth:`step`."""
         with replaced([(vars(self._like), "_has_backward", False)]):
-            return self.step(*args, **given)
+            return self.step(*args, **kwargs)
 
-    def _loss(self, loss_kwargs: Mapping[str, Any], kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
+    def _loss(self, loss_kwargs: Mapping[str, Any], kwargs: Mapping[str, Any], *tensors: Tensor) -> Tensor:
         """Return the loss of a microbatch, whose stage was called with ``kwargs``."""
         if self._loss_fn is None:
-            return given[0].new_zeros(())
-        *outputs, target = given
+            return tensors[0].new_zeros(())
+        *outputs, target = tensors
         options = (loss_kwargs,) if loss_kwargs else ()
         loss: Tensor = self._like._compute_loss(outputs[0] if len(outputs) == 1 else outputs, target, *options)
         return loss

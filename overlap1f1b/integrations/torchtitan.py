@@ -88,17 +88,17 @@ def pipelining_fn(
     program_of = partial(_program_of, training, parallelism, schedule, extra_warmup)
     single = parallel_dims.pp == 1 or parallelism.pipeline_parallel_schedule.lower() in ("1f1b", "gpipe")
     program_of(1 if single else 2)  # stages a rank, of torchtitan's: tell what does not fit before anything is cut
-    given = {
+    arguments = {
         "parallel_dims": parallel_dims, "training": training, "parallelism": parallelism,
         "compile_config": compile_config, "ac_config": ac_config, **others,
     }  # fmt: skip
     if parallel_dims.pp > 1:
         cut = split or importlib.import_module("torchtitan.distributed.pipeline_parallel").pipeline_llm
-        made, parts, first, last = cut(model, loss_fn=loss_fn, **given)
+        made, parts, first, last = cut(model, loss_fn=loss_fn, **arguments)
         numbers = [stage.stage_index for stage in getattr(made, "_stages", None) or [made._stage]]
     else:
-        given = {name: value for name, value in given.items() if name in _OF_PARALLELIZE}
-        parts, first, last, numbers = [others["parallelize_fn"](model, **given)], True, True, [0]
+        arguments = {name: value for name, value in arguments.items() if name in _OF_PARALLELIZE}
+        parts, first, last, numbers = [others["parallelize_fn"](model, **arguments)], True, True, [0]
     for part in parts if dispatcher == "rows" else ():
         exchange_by_rows(part)
     program = program_of(len(parts))
@@ -121,6 +121,7 @@ _OF_PARALLELIZE = ("parallel_dims", "training", "parallelism", "compile_config",
 
 
 def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
+    """Raise ValueError for settings of torchtitan that an engine does not play."""
     cp, tp, ep, backend = parallel_dims.cp, parallel_dims.tp, parallel_dims.ep, parallelism.spmd_backend
     compiled = list(compile_config.components) if compile_config.enable else []
     batch, size = training.local_batch_size, parallelism.pipeline_parallel_microbatch_size
@@ -147,6 +148,7 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
 def _program_of(
     training: Any, parallelism: Any, schedule: str | None, extra_warmup: int | None, chunks: int
 ) -> Program:
+    """Return the program of torchtitan's schedule, or of its table."""
     named = {name.lower(): name for name in SCHEDULES}
     asked = parallelism.pipeline_parallel_schedule
     if asked.lower() not in named:
@@ -188,12 +190,12 @@ class Schedule(torch_pipelining.Schedule):
     Its ``loss_fn`` is torchtitan's, ``(prediction, labels, **loss_kwargs) → (loss, metrics)``.
     """
 
-    def step(self, *args: Any, return_outputs: bool = False, **given: Any) -> Any:
+    def step(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Play the microbatches, as of torch; outputs are returned only where they are asked for."""
         # Keep the head's weights gathered, and the norm's: the loss of one open microbatch would free them for all.
         head = self._head  # what replaces it is no FSDPModule
         with replaced([(vars(self._loss_fn), "lm_head", head.__call__)] if isinstance(head, FSDPModule) else []):
-            return super().step(*args, return_outputs=return_outputs, **given)
+            return super().step(*args, return_outputs=return_outputs, **kwargs)
 
     def _blocks(self) -> dict[int, list[nn.Module]]:
         stages, head = super()._blocks(), self._head
@@ -202,11 +204,11 @@ class Schedule(torch_pipelining.Schedule):
             stages[self._last].append(LossWithHead())
         return stages
 
-    def _loss(self, loss_kwargs: Mapping[str, Any], kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
+    def _loss(self, loss_kwargs: Mapping[str, Any], kwargs: Mapping[str, Any], *tensors: Tensor) -> Tensor:
         if "positions" in kwargs and self._has_backward and self._last == 0:
             # On one pipeline rank torchtitan's trainer gives them to the loss.
             loss_kwargs = {"positions": kwargs["positions"], **loss_kwargs}
-        return super()._loss(loss_kwargs, kwargs, *given)[0]
+        return super()._loss(loss_kwargs, kwargs, *tensors)[0]
 
     @cached_property
     def _head(self) -> nn.Module | None:

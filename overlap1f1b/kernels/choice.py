@@ -142,6 +142,7 @@ def triton_of(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _faster(op: Callable[..., Any], args: tuple[Any, ...]) -> Literal["triton", "torch"]:
+    """Return which of an op's kernels is the faster for these arguments."""
     if op.__name__.endswith("_"):
         args = (args[0].clone(), *args[1:])
     with torch.no_grad():

@@ -91,6 +91,7 @@ class EightBits:
         return self._product(grad, self._quantized(weight, grad.dtype, transposed=True), counts)
 
     def _quantized(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool) -> Quantized:
+        """Return a weight in eight bits, from before if it has not changed since."""
         _, version, found = self._kept.get((id(weight), transposed), (None, None, None))
         if found is not None and version == weight._version:
             return found
@@ -101,6 +102,7 @@ class EightBits:
         return found
 
     def _product(self, rows: Tensor, right: Quantized, counts: Sequence[int]) -> Tensor:
+        """Return the products of rows with what was quantized before, in the dtype of the rows."""
         left = quantize(rows, self._precision, self._kernels)
         if not (rows.is_cuda and len(rows) and self._precision == "fp8"):
             dtype = torch.bfloat16 if rows.is_cuda else torch.float32

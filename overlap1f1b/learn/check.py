@@ -231,7 +231,7 @@ class ChangedPlaces(Observer):
     def _values(self, node: Node) -> dict[str, _Look]:
         """Return the values of all places that are not carried, of the blocks of a stage."""
         stage = self._stages[node.stage]
-        known = {key for of_block in stage.places for key in of_block.changing}  # blocks share classes and files
+        known = {key for inside in stage.inside for key in inside.places.changing}  # blocks share classes and files
         return {
             name: _look(value)
             for block, where in zip(stage.blocks, stage.names, strict=True)

@@ -37,7 +37,7 @@ class Undo:
 
     def __init__(self, stages: Iterable[Stage], gradients: Iterable[tuple[Any, str]], tables: Iterable[Table]) -> None:
         stages, seen = list(stages), set[int]()
-        known = [places for stage in stages for places in stage.places]
+        known = [inside.places for stage in stages for inside in stage.inside]
         found = {number: table for places in known for number, table in places_of(places.block).items()}
         own = (table.values for table in found.values() if not table.shared)
         self._restores = [_gradient_of(owner, name) for owner, name in gradients]
@@ -62,6 +62,7 @@ class Undo:
 
 
 def _gradient_of(owner: Any, name: str) -> Restore:
+    """Return what puts a gradient back, with the values that it has now."""
     grad = getattr(owner, name, None)
     if grad is None:
         return lambda: setattr(owner, name, None) if hasattr(owner, name) else None
@@ -82,6 +83,7 @@ def _gradient_of(owner: Any, name: str) -> Restore:
 
 
 def _shared_entries_of(number: int, table: Table, known: Sequence[KnownPlaces]) -> Restore:
+    """Return what puts back the entries of a table shared with others, those that forwards change."""
     before = dict(table)
 
     def restore() -> None:
@@ -94,6 +96,7 @@ def _shared_entries_of(number: int, table: Table, known: Sequence[KnownPlaces]) 
 
 
 def _entries_of(table: Table, seen: set[int]) -> Restore:
+    """Return what puts back all entries of a table, and what they hold."""
     before = dict(table)
     contents = _contents_of_all(before.values(), seen)
 

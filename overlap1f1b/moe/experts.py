@@ -22,7 +22,7 @@ from overlap1f1b.schedule.values import check_number, check_size, checked, quote
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 from overlap1f1b.transport.functions import direct, quick_apply
-from overlap1f1b.transport.suspension import computed_once
+from overlap1f1b.transport.suspension import Forward, computed_once
 
 WeightsIn = Literal["combine", "activation"]
 """Place where the experts' rank applies the routing weights: the sum of their results, or their activation before."""
@@ -45,7 +45,6 @@ class Experts(nn.Module):
         exchange: Exchange between these ranks.
         kernels: Choice between Triton and torch for permutations, sums and activations, in the engine too.
         capacity: Room for rows in an engine's step, see :class:`~overlap1f1b.moe.route.Route`; None outside.
-        parts: Parts of the tokens of a call, each with exchanges of its own, in an engine's step; 1 outside.
         weights_in: Place where routing weights are applied.
         precision: Of products and of rows sent to the experts; None for that of what is given.
         hidden: H, if a call checks it; None for any.
@@ -55,7 +54,6 @@ class Experts(nn.Module):
     weights_in: WeightsIn = "combine"
     precision: Precision | None = None
     capacity: float | None = None
-    parts: int = 1
 
     experts: int
     local_experts: int
@@ -134,9 +132,9 @@ class Experts(nn.Module):
     def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         # These checks are not in forward, which an engine wraps. The host knows shapes and dtypes but not values:
         # reading values would make every call wait for a GPU. Route finds unknown experts.
-        for name, given in (("tokens", tokens), ("indices", indices), ("weights", weights)):
-            if not isinstance(given, Tensor):
-                raise ValueError(f"{name}={quoted(given)}; allowed: a tensor")
+        for name, value in (("tokens", tokens), ("indices", indices), ("weights", weights)):
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name}={quoted(value)}; allowed: a tensor")
         hidden = tokens.shape[-1] if self.hidden is None else self.hidden
         if indices.dim() != 2 or indices.dtype != torch.int64:
             raise ValueError(f"indices {_described(indices)}; allowed: torch.int64 [T, K]")
@@ -161,22 +159,20 @@ class Experts(nn.Module):
 
     def _there_and_back(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         options: dict[str, Any] = {"capacity": self.capacity, "precision": self.precision}
-        routes = [
-            Route(part, self.experts, self.exchange.ranks, self.kernels, **options) for part in self._parts_of(indices)
-        ]
-        given = zip(routes, self._parts_of(tokens), self._parts_of(weights), strict=True)
+        forward = Forward.running()
+        count = 1 if forward is None else forward.handlers.parts
+        every = [(of,) if count == 1 else of.tensor_split(count) for of in (indices, tokens, weights)]
+        routes = [Route(part, self.experts, self.exchange.ranks, self.kernels, **options) for part in every[0]]
+        parts = zip(routes, *every[1:], strict=True)
         returned = exchange_parts(
-            [_routed(route.pack, route.pack_backward, *part) for route, *part in given],
+            [_routed(route.pack, route.pack_backward, *part) for route, *part in parts],
             routes,
             [partial(self._compute_received, route, tokens.dtype) for route in routes],
             self.exchange,
             answer=self.answer(tokens),
         )
         sums = [_gather(returned.pop(0), route) for route in routes]
-        return sums[0] if self.parts == 1 else torch.cat(sums)
-
-    def _parts_of(self, tensor: Tensor) -> Sequence[Tensor]:
-        return (tensor,) if self.parts == 1 else tensor.tensor_split(self.parts)
+        return sums[0] if count == 1 else torch.cat(sums)
 
     def _compute_received(self, route: Route, dtype: torch.dtype, received: Tensor) -> Tensor:
         rows, weights = _routed(route.expand, route.expand_backward, received)

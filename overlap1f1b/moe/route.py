@@ -108,7 +108,7 @@ class Route(Splits):
             self.order = self.order[: int(self.counts[:, 0].sum())]
 
     @property
-    def told(self) -> Tensor:
+    def counts_to_send(self) -> Tensor:
         """The counts, and for rows of equal sizes on a CPU a column of T: gloo aborts the process if sizes differ."""
         if not self.padded or not self.counts.is_cpu:
             return self.counts

@@ -240,14 +240,14 @@ class Router(nn.Module):
 def flat_mask(mask: Tensor, x: Tensor) -> Tensor:
     """Return the mask ``[T]`` of ``x [T, H]`` or ``[B, S, H]``; ValueError for another shape, dtype or device."""
     shape, tokens = x.shape[:-1], x.shape[:-1].numel()
-    given, other = quoted(mask), f"{list(shape)}" if len(shape) > 1 else f"[B, S] with B · S = {tokens}"
+    found, other = quoted(mask), f"{list(shape)}" if len(shape) > 1 else f"[B, S] with B · S = {tokens}"
     if isinstance(mask, Tensor):
         fits = mask.shape in (shape, (tokens,)) or (len(shape) == 1 and mask.dim() == 2 and mask.numel() == tokens)
         if fits and mask.dtype == torch.bool and mask.device == x.device:
             return mask.reshape(tokens)
-        given = f"{mask.dtype} {list(mask.shape)} on {str(mask.device)!r}"
+        found = f"{mask.dtype} {list(mask.shape)} on {str(mask.device)!r}"
     raise ValueError(
-        f"mask {given} of tokens {list(x.shape)}; allowed: torch.bool [{tokens}] or {other} on {str(x.device)!r}, True "
+        f"mask {found} of tokens {list(x.shape)}; allowed: torch.bool [{tokens}] or {other} on {str(x.device)!r}, True "
         "for real tokens"
     )
 

@@ -45,7 +45,7 @@ from overlap1f1b.play.recompute import DroppedPart, Recomputation
 from overlap1f1b.play.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use
 from overlap1f1b.play.values import PlaceValues
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, uncut
-from overlap1f1b.transport.suspension import NO_HANDLERS, OUTSIDE, Forward, Handlers
+from overlap1f1b.transport.suspension import OUTSIDE, Forward, Handlers
 
 WALKED = "backward through the graph a second time"
 """In torch's error of a graph that has been freed."""
@@ -132,9 +132,9 @@ class BlockRun:
         """Run the module from its inputs to its first exchange or to its outputs."""
         microbatch, installed, shape = self.microbatch, self.installed, self.shape
         grad, segment = microbatch.grad, self._open()
-        given = segment.enter(x, [grad and t.requires_grad for t in x], installed.anchor)
+        inputs = segment.enter(x, [grad and t.requires_grad for t in x], installed.anchor)
         if self.stretch is not None:
-            return self._run_through(self.stretch, given)
+            return self._run_through(self.stretch, inputs)
         lookout = self._lookout() if grad and installed.observers.lookouts else None
         suspends = lookout is not None or installed.cut.exchanges[self.block] > 0 or (grad and shape.drops(shape.own))
         mode = grad and (lookout is not None or bool(self.own.every) or self.uses.watched)
@@ -148,23 +148,23 @@ class BlockRun:
                 self.forward = self._suspendable(call, lookout)
                 if self.carried is not None:
                     self.carried.begin(microbatch.random.seed)
-                return self._carry(self.forward.start(tuple(given), installed.thread, grad=grad, mode=mode))
+                return self._carry(self.forward.start(tuple(inputs), installed.thread, grad=grad, mode=mode))
             call = call if self.leaving is None else self.leaving.around(call)
             with torch.set_grad_enabled(grad):
                 if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
-                    return call(*given)
+                    return call(*inputs)
                 with self.mode:
-                    return call(*given)
+                    return call(*inputs)
 
     def _drawing(self) -> AbstractContextManager[None]:
         """Return the context of a segment that may draw random numbers."""
         draws, again = self.installed.stage.draws, self.shape.recompute != "none"
         return draws.within(self.block, self.microbatch.random, always=again)
 
-    def _run_through(self, stretch: Stretch, given: Sequence[Tensor]) -> Tensors:
+    def _run_through(self, stretch: Stretch, inputs: Sequence[Tensor]) -> Tensors:
         """Run the blocks of a stretch one after another, in one graph."""
         microbatch, installed = self.microbatch, self.installed
-        blocks, passed = range(self.block, self.last + 1), tuple(given)
+        blocks, passed = range(self.block, self.last + 1), tuple(inputs)
         with installed.stage.draws.through(blocks, microbatch.random), torch.set_grad_enabled(microbatch.grad):
             for block in blocks:
                 installed.queue = None
@@ -180,11 +180,11 @@ class BlockRun:
     def _suspendable(self, call: Callable[..., Tensors], lookout: Lookout | None) -> Forward:
         """Return the forward on a stack of its own."""
         shape, stage = self.shape, self.installed.stage
-        known = stage.places[self.block]
+        known = stage.inside[self.block].places
         learns, repeats = self.learns or lookout is not None, shape.recompute != "none"
         if learns or known.changing or known.own is not None:
             self.carried = PlaceValues(known, learns=learns, repeats=repeats)
-        handlers = NO_HANDLERS
+        handlers = Handlers(parts=shape.parts)
         if self.microbatch.grad:
             part = None
             if repeats:
@@ -192,7 +192,7 @@ class BlockRun:
                 part = partial(parts.run_part, later=True) if shape.drops(Op.EXPERTS) else parts.run_kept
                 call = parts.function(call) if shape.drops(shape.own) else call
             hides = self.own.hides if lookout is None else partial(self._look, lookout)
-            handlers = Handlers(part, self._checkpoint, hides=hides)
+            handlers = Handlers(part, self._checkpoint, hides=hides, parts=shape.parts)
             call = call if self.leaving is None else self.leaving.around(call)
         return Forward(call, stage.names[self.block], stage.device, self.installed.stacks, self.mode, handlers)
 
@@ -201,8 +201,8 @@ class BlockRun:
             self.carried.look()
         return lookout.hides(tensors, splits, group)
 
-    def _checkpoint(self, *given: Any) -> AbstractContextManager[None]:
-        return DroppedPart(self._recomputation(), *given).first()
+    def _checkpoint(self, *arguments: Any) -> AbstractContextManager[None]:
+        return DroppedPart(self._recomputation(), *arguments).first()
 
     def _recomputation(self) -> Recomputation:
         """Return what computes parts of the forward again; it does not refer to this run."""
@@ -220,12 +220,12 @@ class BlockRun:
             segment.taken.append((sent, len(tensors)))
             received += tensors
             requires_grad += sent.results_require_grad
-        given = segment.enter(received, requires_grad, installed.anchor)
+        inputs = segment.enter(received, requires_grad, installed.anchor)
         mode = microbatch.grad and not results[0][0].call.feeds_part
         with eager(mode, self._drawing()):
             if self.carried is not None:
                 self.carried.enter()
-            return self._carry(self.forward.resume(tuple(given), installed.thread, mode=mode))
+            return self._carry(self.forward.resume(tuple(inputs), installed.thread, mode=mode))
 
     def _carry(self, reached: Reached) -> Reached:
         """Take what the forward has set on its modules along while it is suspended."""
@@ -287,6 +287,7 @@ class BlockRun:
                 self._check_graph(segment, sent.edges)
 
     def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> Sent:
+        """Return an exchange that is ready to leave: its rows without a graph, and where gradients enter."""
         requires_grad, edges, bare = list[bool](), list[GradientEdge | None](), list[Tensor]()
         for tensor in tensors:
             required = self.microbatch.grad and tensor.requires_grad
@@ -328,6 +329,7 @@ class BlockRun:
             )
 
     def _wrong_number(self, found: str) -> str:
+        """Return the message for a block that exchanges another number of times than it was cut at."""
         if self.own.every:
             return (
                 f"{self.name} exchanges rows {found} times; "
@@ -492,6 +494,7 @@ class BlockRun:
             ) from error
 
     def _begin_backward(self) -> None:
+        """Take the gradients of the block's outputs, where its graph begins."""
         grads = self.microbatch.take_gradients()
         outs, self.outs = self.outs, []
         name = self.installed.stage.names[self.last]
@@ -504,7 +507,7 @@ class BlockRun:
         for sent in segment.sent:
             for edge, grad in zip(sent.edges, sent.results(received[sent.place]), strict=True):
                 if edge is not None:
-                    segment.add_root(edge, grad if sent.given is None else uncut(grad, sent.given))
+                    segment.add_root(edge, grad if sent.uncut_rows is None else uncut(grad, sent.uncut_rows))
             sent.edges = ()
 
     def _pass_back(self, key: tuple[int, int], made: GradientEdge, grad: Tensor) -> None:
@@ -580,12 +583,12 @@ def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
     """Return the outputs of a block's own forward, or the loss after the last block."""
     stage = microbatch.installed.stage
     module, name = stage.blocks[block], stage.names[block]
-    given: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     values: Sequence[Tensor | None] = x
     try:
         if isinstance(module, MicrobatchBlock):
-            given, values = {"microbatch": microbatch}, tuple([None if is_absent(t) else t for t in x])
-            returned = module(*values, **given)
+            kwargs, values = {"microbatch": microbatch}, tuple([None if is_absent(t) else t for t in x])
+            returned = module(*values, **kwargs)
         else:
             returned = module(*x)
     except (IndexError, RuntimeError) as error:
@@ -604,7 +607,7 @@ def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
     except TypeError as error:
         if not module._forward_pre_hooks:  # they may give it more
             allowed = "a forward that takes what the block before returns"
-            check_call(error, module.forward, name, allowed, *values, **given)
+            check_call(error, module.forward, name, allowed, *values, **kwargs)
         raise
     outs = (returned,) if isinstance(returned, Tensor) else _several(returned, module, name, x)
     if block < len(stage.blocks) - 1:

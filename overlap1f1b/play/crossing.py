@@ -62,7 +62,7 @@ class Lookout:
         others: Those of groups whose collectives are no exchanges, along "cp" and "tp".
         where: Name of the block.
         note: Called with tensors and sizes of each exchange that can be hidden where a gradient comes back.
-        tell: Called with a line for the user about each that cannot.
+        say: Called with a line for the user about each that cannot.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Lookout:
         others: Sequence[Sequence[int]],
         where: str,
         note: Callable[[Sequence[Tensor], Splits], object],
-        tell: Callable[[str], object],
+        say: Callable[[str], object],
     ) -> None:
-        self._ranks, self._others, self._where, self._note, self._tell = ranks, others, where, note, tell
+        self._ranks, self._others, self._where, self._note, self._say = ranks, others, where, note, say
         self._inside: list[list[str]] = []  # of each Function that runs: its collectives that move rows
 
     def hides(self, tensors: Sequence[Tensor], splits: Splits, group: dist.ProcessGroup) -> bool:
@@ -84,17 +84,17 @@ class Lookout:
             self.travels("an exchange", tensors, group)
         return False
 
-    def travels(self, name: str, given: Any, group: dist.ProcessGroup) -> None:
+    def travels(self, name: str, arguments: Any, group: dist.ProcessGroup) -> None:
         """Note a collective of torch, by its name and its arguments."""
         ranks = dist.get_process_group_ranks(group)
-        tensors = (value for value in tree_leaves(given) if isinstance(value, Tensor))
+        tensors = (value for value in tree_leaves(arguments) if isinstance(value, Tensor))
         if len({*ranks} & {*self._ranks}) < 2 or ranks in self._others or not holds_rows(tensors):
             return
         if self._inside:
             self._inside[-1].append(name)
         else:
             how = "outside of a Function" if torch.is_grad_enabled() else "without a gradient"
-            self._tell(standing(f"{name} {how}, in {self._where},"))
+            self._say(standing(f"{name} {how}, in {self._where},"))
 
     def run(self, function: type[torch.autograd.Function], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Apply a Function where it stands, and look at it."""
@@ -109,7 +109,7 @@ class Lookout:
             exchanged = self._inside.pop()
         # Who calls these two asks, for each exchange, whether it can be hidden.
         if exchanged and declared is None and function is not ExchangedRows:
-            self._tell(undeclared(function))
+            self._say(undeclared(function))
         return result
 
 
@@ -161,11 +161,11 @@ class CrossingMode(TorchFunctionMode):
                 self.lookout.travels(func.__name__, (args, kwargs), group_named(groups[-1]))
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        given = args
+        before = args
         with torch._C.DisableTorchFunction():
             args, kwargs = self.replaced(args), self.replaced_by_name(kwargs)
         if func is torch.autograd.grad and any(
-            new is not old and not isinstance(old, Parameter) for new, old in zip(args[1], given[1], strict=True)
+            new is not old and not isinstance(old, Parameter) for new, old in zip(args[1], before[1], strict=True)
         ):
             raise ValueError(
                 "a block calls torch.autograd.grad behind an exchange for a tensor that it made before it; "
@@ -276,9 +276,9 @@ def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
         if part is None or not torch.is_grad_enabled():
             yield from plain(*args, **kwargs)
             return
-        given = signature(plain).bind(*args, **kwargs).arguments
-        function = partial(given["fn"], **given.get("kwargs", {}))
-        with part(function, given.get("args", ()), *given.get("context_fn", noop_context_fn)()):
+        arguments = signature(plain).bind(*args, **kwargs).arguments
+        function = partial(arguments["fn"], **arguments.get("kwargs", {}))
+        with part(function, arguments.get("args", ()), *arguments.get("context_fn", noop_context_fn)()):
             yield
 
     return around

@@ -62,12 +62,13 @@ def split_batch(batch: Batch | None, count: int, name: str, names: Sequence[str]
 def _check_rows(inputs: Batch | None, target: Batch | None) -> None:
     """Check that a target belongs to the inputs beside it: it has a row, or several, for each of theirs."""
     if isinstance(inputs, Tensor) and isinstance(target, Tensor) and inputs.dim() and target.dim():
-        given, wanted = len(target), len(inputs)
-        if wanted and given % wanted:
-            raise ValueError(f"target: a batch of {given} beside inputs of {wanted}; allowed: {wanted}, or a multiple")
+        rows, wanted = len(target), len(inputs)
+        if wanted and rows % wanted:
+            raise ValueError(f"target: a batch of {rows} beside inputs of {wanted}; allowed: {wanted}, or a multiple")
 
 
 def _size_of_part(tensor: Tensor, count: int, name: str) -> int:
+    """Return the rows of a microbatch; ValueError where a batch does not divide."""
     if tensor.is_meta:
         raise ValueError(f"{name} on the meta device; allowed: tensors with values")
     if not tensor.dim():
@@ -81,13 +82,14 @@ def _size_of_part(tensor: Tensor, count: int, name: str) -> int:
     return size // count
 
 
-def _filled(given: Sequence[Tensor | None]) -> Tensors:
+def _filled(values: Sequence[Tensor | None]) -> Tensors:
     """Put stand-ins where an input is not given: only tensors pass between blocks and stages."""
-    like = next((tensor for tensor in given if tensor is not None), None)
-    return tuple([absent(like) if tensor is None else tensor for tensor in given])
+    like = next((tensor for tensor in values if tensor is not None), None)
+    return tuple([absent(like) if tensor is None else tensor for tensor in values])
 
 
 def _checked(value: Any, name: str, names: Sequence[str]) -> OptionalTensors:
+    """Return a batch's tensors in their order; ValueError for other kinds or names."""
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, Mapping) and names:
@@ -118,14 +120,14 @@ class Feed(NamedTuple):
     """Inputs, targets and loss of a step, for the stages of a rank.
 
     Args:
-        given: Returns the keyword arguments of a :class:`Microbatch` (``inputs``, ``target``, ``loss_fn``,
+        arguments_of: Returns the keyword arguments of a :class:`Microbatch` (``inputs``, ``target``, ``loss_fn``,
             ``loss_grad``, ``return_outputs``) by the numbers of stage and microbatch.
         shares: Share of each microbatch in the mean loss over all ranks, by its number.
         aux_scale: Scale of auxiliary losses; None for the scale that each router has.
-        draws: Whether ``given`` may draw random numbers, as one that reads data does: they are the loop's own.
+        draws: Whether ``arguments_of`` may draw random numbers, as one that reads data does: they are the loop's own.
     """
 
-    given: Callable[[int, int], Mapping[str, Any]]
+    arguments_of: Callable[[int, int], Mapping[str, Any]]
     shares: Mapping[int, float]
     aux_scale: float | None
     draws: bool = True
@@ -164,7 +166,7 @@ def feed_batch(
         _check_rows(inputs, target)
     shares = _shares(program, mesh, count_tokens, target_of)
 
-    def given(stage: int, microbatch: int) -> dict[str, Any]:
+    def arguments_of(stage: int, microbatch: int) -> dict[str, Any]:
         arguments: dict[str, Any] = {"inputs": part(microbatch)} if stage == 0 else {}
         if stage == last:
             arguments |= {
@@ -175,17 +177,17 @@ def feed_batch(
             }
         return arguments
 
-    return Feed(given, shares, loss_scale / (count * mesh.token_ranks), draws=False)
+    return Feed(arguments_of, shares, loss_scale / (count * mesh.token_ranks), draws=False)
 
 
 def _nothing(index: int) -> Tensors:
     return ()
 
 
-def _of_no_token(*given: Tensor) -> Tensor:
+def _of_no_token(*tensors: Tensor) -> Tensor:
     """Return zero, with gradients of zero: the mean over no token would be undefined, and so would its gradients."""
-    zeros = [tensor.flatten()[:0].sum() for tensor in given if tensor.requires_grad]
-    return sum(zeros, torch.zeros((), device=given[0].device))
+    zeros = [tensor.flatten()[:0].sum() for tensor in tensors if tensor.requires_grad]
+    return sum(zeros, torch.zeros((), device=tensors[0].device))
 
 
 def _shares(
@@ -194,6 +196,7 @@ def _shares(
     count_tokens: Callable[..., int | Tensor] | None,
     target_of: Callable[[int], Tensors],
 ) -> dict[int, float]:
+    """Return the share of each microbatch that ends here in the mean loss over all ranks."""
     count, placement = program.microbatches, program.placement
     if count_tokens is None:
         return dict.fromkeys(range(count), 1.0 / (count * mesh.data_ranks))
@@ -217,11 +220,11 @@ def _shares(
     return {index: number / total for index, number in zip(here, tokens, strict=True)}
 
 
-_GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_grad", "return_outputs"))
+_ARGUMENTS = frozenset(("inputs", "target", "loss_fn", "loss_grad", "return_outputs"))
 
 
 class Microbatches(dict[MicrobatchKey, Microbatch]):
-    """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played.
+    """Microbatches of a step by the numbers of stage and microbatch; the player begins each at its first node.
 
     Raises:
         ValueError: The feed lacks the share of a microbatch that ends on this rank.
@@ -247,20 +250,21 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
                 )
         self._seed = seed  # of the random numbers of all microbatches
 
-    def __missing__(self, key: MicrobatchKey) -> Microbatch:
+    def begin(self, key: MicrobatchKey) -> Microbatch:
+        """Add a microbatch with its part of the batch; ValueError if the feed gives it none, or other things."""
         number, index = key
         seed = self._seed + index * self._count + number
-        given = self._feed.given(number, index)
-        if not given.keys() <= _GIVEN:
-            unknown = ", ".join(sorted(given.keys() - _GIVEN))
-            raise ValueError(f"a feed gives {unknown}; allowed: {', '.join(sorted(_GIVEN))}")
-        if number == 0 and given.get("inputs") is None:
+        arguments = self._feed.arguments_of(number, index)
+        if not arguments.keys() <= _ARGUMENTS:
+            unknown = ", ".join(sorted(arguments.keys() - _ARGUMENTS))
+            raise ValueError(f"a feed gives {unknown}; allowed: {', '.join(sorted(_ARGUMENTS))}")
+        if number == 0 and arguments.get("inputs") is None:
             raise ValueError(f"a feed gives microbatch {index} no inputs; allowed: at least () for the first stage")
-        if number == self._count - 1 and self._grad and given.get("loss_fn") is None:
+        if number == self._count - 1 and self._grad and arguments.get("loss_fn") is None:
             raise ValueError(f"a feed gives microbatch {index} no loss_fn; allowed: one for the last stage")
         installed = self._installations[number]
         made = self[key] = Microbatch(
-            installed.stage, index=index, **given, seed=seed, grad=self._grad, installed=installed
+            installed.stage, index=index, **arguments, seed=seed, grad=self._grad, installed=installed
         )
         before, after = self.get((number - 1, index)), self.get((number + 1, index))
         if before is not None:

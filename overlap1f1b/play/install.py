@@ -139,7 +139,7 @@ class Installation:
                 continue
             if options.apart or options.delays:
                 continue
-            if shape.expert_calls and not (at_once and options.state is None):
+            if shape.expert_calls and not (at_once and shape.parts == 1 and options.state is None):
                 continue
             if uses.plain and stage.draws.knows(block):
                 blocks.add(block)
@@ -148,20 +148,20 @@ class Installation:
         return Plain(frozenset(blocks), frozenset(whole), stage.sharing)
 
     def _replacements(self, aux_scale: float | None, *, divided: bool) -> Iterator[Replacement]:
+        """Yield what the step replaces on modules."""
         stage = self.stage
-        parts = next((shape.parts for shape in self.cut.shape if shape.expert_calls), 1)
         for experts in stage.expert_parameters:
             attributes = vars(experts)
             yield attributes, "capacity", self._capacity
-            yield attributes, "parts", parts
             if divided:
                 yield attributes, "forward", uncompiled(experts.forward)
             if (divided or experts.precision is not None) and has_product_of_experts(experts):
                 yield attributes, "product", uncompiled(self._split_product(experts))
-        for linear in (m for linears in stage.linears for m in linears if has_forward_of_linear(m)) if divided else ():
-            yield vars(linear), "forward", uncompiled(self._split_forward(linear))
-        for carrier in (m for carriers in stage.carriers for m in carriers) if aux_scale is not None else ():
-            yield vars(carrier), "aux_scale", aux_scale
+        for inside in stage.inside:
+            for linear in filter(has_forward_of_linear, inside.linears) if divided else ():
+                yield vars(linear), "forward", uncompiled(self._split_forward(linear))
+            for carrier in inside.carriers if aux_scale is not None else ():
+                yield vars(carrier), "aux_scale", aux_scale
 
     @property
     def put(self) -> Put:

@@ -101,7 +101,7 @@ def combined_forward_backward_step(
     ]
     nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap)
     nodes = [node for node in nodes if not (split and node.kind is Kind.W)]
-    _play(nodes, members, stages, forward.given.loss_grad if forward else 1.0, timedelta(seconds=timeout))
+    _play(nodes, members, stages, forward.objective.loss_grad if forward else 1.0, timedelta(seconds=timeout))
     return (forward.output if forward else None), (backward.input_grad if backward else None)
 
 
@@ -134,6 +134,6 @@ def _play(
                     microbatch.install(installed)
         microbatches = {(stages.index(one.stage), number): one for number, one in members.items()}
         try:
-            Player(links, Times(nodes, watch), observers).play(turns_of(nodes), microbatches)
+            Player(links, Times(nodes, watch), observers).play(turns_of(nodes), microbatches, microbatches.__getitem__)
         finally:
             observers.end(failed=False)

@@ -30,7 +30,7 @@ OptionalTensors = tuple[Tensor | None, ...]
 
 
 def check_call(
-    error: TypeError, function: Callable[..., Any], name: str, allowed: str, *values: Any, **given: Any
+    error: TypeError, function: Callable[..., Any], name: str, allowed: str, *values: Any, **kwargs: Any
 ) -> None:
     """Raise ``ValueError`` if ``error`` comes from a user's function that does not take what it is given."""
     try:
@@ -38,7 +38,7 @@ def check_call(
     except ValueError:  # it has none
         return
     try:
-        takes.bind(*values, **given)
+        takes.bind(*values, **kwargs)
     except TypeError as reason:
         raise ValueError(f"{name} is given {len(values)} tensor(s): {reason}; allowed: {allowed}") from error
 
@@ -51,24 +51,24 @@ def check_loss(loss_fn: object, what: str = "loss_fn") -> None:
         raise ValueError(f"{what}={name}, a class; allowed: a function, or an object such as {name}()")
 
 
-def checked_tensors(name: str, given: Any, *also: None) -> list[Any]:
+def checked_tensors(name: str, value: Any, *also: None) -> list[Any]:
     """Return one tensor or several as a list; raise ``ValueError`` for others. ``also`` may be None."""
-    several = list(given) if isinstance(given, tuple | list) else [given]
+    several = list(value) if isinstance(value, tuple | list) else [value]
     if not all(isinstance(one, Tensor) or one in also for one in several):
-        raise ValueError(f"{name}={quoted(given)}; allowed: a tensor or several")
+        raise ValueError(f"{name}={quoted(value)}; allowed: a tensor or several")
     return several
 
 
 def name_call(error: Exception, name: str, *values: Tensor) -> None:
     """Let torch's own error, which does not say where it was raised, begin with what was called."""
     if type(error) in (IndexError, RuntimeError):
-        given = ", ".join(f"{one.dtype} {list(one.shape)}" for one in values)
-        error.args = (f"{name} is given {given}: {error}",)
+        forms = ", ".join(f"{one.dtype} {list(one.shape)}" for one in values)
+        error.args = (f"{name} is given {forms}: {error}",)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a microbatch is given beside its inputs.
+class Objective:
+    """The loss of a microbatch, and where its backward begins.
 
     Args:
         target: Targets of ``loss_fn``.
@@ -131,7 +131,7 @@ class Passage:
         inputs: One input of the first block or several; None if the stage before passes them on.
         target: One target of ``loss_fn`` or several.
         index: Number of the microbatch; contributions to gradients are added in this order.
-        loss_fn, loss_grad, return_outputs: See :class:`Given`.
+        loss_fn, loss_grad, return_outputs: See :class:`Objective`.
         seed: Seed of its stream of random numbers.
         grad: Whether a backward follows.
         installed: The stage in the step that plays it.
@@ -166,11 +166,11 @@ class Passage:
             check_kind("stage", stage, Stage)
             check_loss(loss_fn)
             check_number("loss_grad", loss_grad, -math.inf)
-            for name, given in (("inputs", inputs), ("target", target)):
-                if given is not None:
-                    checked_tensors(name, given)
+            for name, value in (("inputs", inputs), ("target", target)):
+                if value is not None:
+                    checked_tensors(name, value)
         self.installed = installed or Installation(stage)
-        self.given = Given(tensors(target), loss_fn, loss_grad, return_outputs)
+        self.objective = Objective(tensors(target), loss_fn, loss_grad, return_outputs)
         self.index, self.grad = index, grad
         self.activations: Tensors | None = None if inputs is None else tensors(inputs)
         self.phase = Phase.FORWARD
@@ -190,7 +190,7 @@ class Passage:
     @property
     def target(self) -> Tensors:
         """Targets of its loss."""
-        return self.given.target
+        return self.objective.target
 
     @property
     def outputs(self) -> Tensors | None:
@@ -232,20 +232,20 @@ class Passage:
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
         """Return the outputs of the last block, ``name``, or the loss if there is a ``loss_fn``."""
-        target, loss_fn = self.given.target, self.given.loss_fn
+        target, loss_fn = self.objective.target, self.objective.loss_fn
         if loss_fn is None:
             return outs
-        if self.given.return_outputs:
+        if self.objective.return_outputs:
             self.returned = Returned(kept=tuple(t.detach() for t in outs))
-        given = *outs, *target
+        arguments = *outs, *target
         try:
-            loss = loss_fn(*given)
+            loss = loss_fn(*arguments)
         except TypeError as error:
             allowed = "one argument for each output of the last block and each target"
-            check_call(error, getattr(loss_fn, "forward", loss_fn), "loss_fn", allowed, *given)
+            check_call(error, getattr(loss_fn, "forward", loss_fn), "loss_fn", allowed, *arguments)
             raise
         except (IndexError, RuntimeError) as error:
-            name_call(error, "loss_fn", *given)
+            name_call(error, "loss_fn", *arguments)
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a value of {type(loss).__name__}"
@@ -256,7 +256,7 @@ class Passage:
             raise ValueError(f"the loss of {name}'s outputs requires no gradient; allowed: a loss that depends on them")
         if self.grad and self.phase is Phase.FORWARD:  # a second forward must not replace a gradient given since
             # Filled on its device: a copy to a GPU would wait for the device.
-            self.gradients = (torch.full_like(loss, self.given.loss_grad),)
+            self.gradients = (torch.full_like(loss, self.objective.loss_grad),)
         return (loss,)
 
     def end_forward(self, outputs: Tensors, requires_grad: tuple[bool, ...]) -> None:
@@ -301,8 +301,8 @@ class Passage:
 
     def finish(self) -> None:
         """Release all but what the last block has returned and the gradients of the inputs."""
-        given, self.phase = self.given, Phase.FINISHED
-        self.given = Given(loss_grad=given.loss_grad, return_outputs=given.return_outputs)
+        before, self.phase = self.objective, Phase.FINISHED
+        self.objective = Objective(loss_grad=before.loss_grad, return_outputs=before.return_outputs)
         del self.queues, self.transfers, self.random, self.tied, self.memo
 
 

@@ -75,6 +75,7 @@ class Player:
         self.observers = observers or Observers()
         self.alive = Alive()
         self._microbatches: Mapping[MicrobatchKey, Microbatch] = {}
+        self._begin: Callable[[MicrobatchKey], Microbatch]
         self._turns = Turns()
         self._looked_at = bool(self.observers.ready) or links.gathers is not None
         self._position: int | None = None  # of the current turn in the list
@@ -96,14 +97,20 @@ class Player:
         node = self._turns[at].node
         return f"at {node}, position {self.times.nodes.index(node)} of its plan"
 
-    def play(self, turns: Turns, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+    def play(
+        self,
+        turns: Turns,
+        microbatches: Mapping[MicrobatchKey, Microbatch],
+        begin: Callable[[MicrobatchKey], Microbatch],
+    ) -> None:
         """Play all turns, then wait for the sends that nobody here waited for.
 
-        ``microbatches`` are given by the numbers of stage and microbatch.
+        ``microbatches`` has those that were begun, by the numbers of stage and microbatch; ``begin`` adds another.
 
         After an error every suspended forward is unwound, and the exchanges in flight get a second to end.
         """
-        failures, self._turns, self._microbatches = self.links.failures, turns, microbatches
+        failures, self._turns = self.links.failures, turns
+        self._microbatches, self._begin = microbatches, begin
         self.times.untimed = len(self.times.nodes) - len(turns)
         if self.links.fills and self.times.watch is None and not self.observers.keep_order:
             self._late.extend(turns.late)
@@ -150,7 +157,8 @@ class Player:
 
     def _compute(self, turn: Turn) -> None:
         """Compute, behind the transfers that bring the turn's input."""
-        node, microbatch, times = turn.node, self._microbatches[turn.key], self.times
+        node, times = turn.node, self.times
+        microbatch = self._microbatches.get(turn.key) or self._begin(turn.key)
         if node.kind is Kind.F:
             self.alive.begin(microbatch)
         # 1. Wait for the exchange or transfer before it, perhaps with other weight gradients.
@@ -225,7 +233,7 @@ class Player:
         """Start a send to a neighbouring stage, or take the receive from one (on a device: start it)."""
         boundary, node = self.links.boundary, turn.node
         assert boundary is not None
-        microbatch = self._microbatches[turn.key]
+        microbatch = self._microbatches.get(turn.key) or self._begin(turn.key)
         if node.op is Op.RECEIVE:
             receiving = microbatch.transfers.receives[node.kind] = boundary.receive(node)
             self.times.flights.append(receiving)

@@ -73,10 +73,10 @@ def _post_counts(run: BlockRun, node: Node, tag: int) -> Post[Tensor]:
     splits = run.sent[Op.DISPATCH, node.call, node.part].call.splits
 
     def start() -> Transfer[Tensor]:
-        told = splits.told
-        assert told is not None
+        counts = splits.counts_to_send
+        assert counts is not None
         expected = microbatch.transfers.announced.pop(node, None)
-        sizes = exchange.counts(told, tag, expected, splits.counts_first)
+        sizes = exchange.counts(counts, tag, expected, splits.counts_first)
         splits.depart(sizes)
         return sizes
 
@@ -84,13 +84,14 @@ def _post_counts(run: BlockRun, node: Node, tag: int) -> Post[Tensor]:
 
 
 def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
+    """Return the receive that follows an exchange of a forward, if its sizes are known."""
     stage, exchange, call = run.installed.stage, run.installed.exchange, sent.call
     following = run.installed.cut.exchange_after.get((run.block, node.place))
     if following is None:  # the last exchange of the forward is the first of the backward
         like = sent.layout.like
         return _back(run, sent, like, node._replace(kind=Kind.I)) if run.microbatch.grad else None
     block, (op, number, part) = following
-    node, counts = node._replace(op=op, block=block, call=number, part=part), call.splits.told
+    node, counts = node._replace(op=op, block=block, call=number, part=part), call.splits.counts_to_send
     if call.answer is not None:  # rows went to the experts and come back next
         return _back(run, sent, call.answer, node)
     if not stage.alike or not call.back or counts is None or not run.installed.cut.shape[block].expert_calls:
@@ -100,6 +101,7 @@ def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | No
 
 
 def _next_of_backward(microbatch: Microbatch, node: Node) -> Announcement | None:
+    """Return the receive that follows an exchange of a backward, if its sizes are known."""
     before = microbatch.installed.cut.exchange_before.get((node.block, node.place))
     if before is None or (before[0] != node.block and not microbatch.installed.stage.alike):
         return None

@@ -43,12 +43,12 @@ class Loop:
         finally:
             torch.default_generator.set_state(before)
 
-    def watching(self, given: Callable[[int, int], T]) -> Callable[[int, int], T]:
+    def watching(self, arguments_of: Callable[[int, int], T]) -> Callable[[int, int], T]:
         """Return the function by which a feed gives inputs: what it draws is the loop's own."""
 
         def watched(stage: int, microbatch: int) -> T:
             before = states_of(self._generators)
-            found = given(stage, microbatch)
+            found = arguments_of(stage, microbatch)
             now = states_of(self._generators)
             self._states = self._states if same(before, now) else now
             return found

@@ -67,7 +67,7 @@ class Point:
         stage = recomputation.installed.stage
         self._values = [keep(value) if isinstance(value, Tensor) else value for value in values]
         self.mode = forward.with_mode  # whether the forward's function mode is in force behind this place
-        self.buffers = stage.buffers[recomputation.block].copies()
+        self.buffers = stage.inside[recomputation.block].buffers.copies()
         self._requires_grad = [isinstance(value, Tensor) and value.requires_grad for value in values]
         self._random = RandomStream.here(stage.generators)
 
@@ -160,6 +160,7 @@ class DroppedPart:
         return self._hooks is None and storage_of(tensor) in self._of.weights
 
     def _unpack(self, saved: Saved | Tensor) -> Tensor:
+        """Return what autograd has saved, computed again if it was dropped."""
         if isinstance(saved, Tensor):
             return saved
         if not saved.is_there:
@@ -186,6 +187,7 @@ class DroppedPart:
         """Run the part a second time, on one of these stacks, and keep what autograd saves."""
         recomputation, repeats, left = self._of, True, iter(self._saved)
         name, stage = recomputation.name, recomputation.installed.stage
+        shape = recomputation.installed.cut.shape[recomputation.block]
 
         def save(tensor: Tensor) -> Tensor | None:  # its graph is not walked
             nonlocal repeats
@@ -209,10 +211,10 @@ class DroppedPart:
                 if self._points[0].is_changed
                 else f"{name} changes in place what an exchange has brought"
             )
-            mode = recomputation.installed.cut.shape[recomputation.block].recompute
+            mode = shape.recompute
             where = "in a part that is computed again" if mode == "none" else f"with recompute={mode!r}"
             raise ValueError(f"{what}, {where}; allowed: a copy")
-        handlers = Handlers(checkpoint=_part_of_another, bring=_answered, hides=recomputation.hides)
+        handlers = Handlers(checkpoint=_part_of_another, bring=_answered, hides=recomputation.hides, parts=shape.parts)
         second = Forward(function, name, stage.device, stacks, CrossingMode(), handlers)
         answers, self._points = iter(self._points), []
         go: Callable[..., Any] = partial(second.start, grad=self._state.grad)
@@ -283,7 +285,7 @@ class Recomputation:
         self.own: DroppedPart | None = None
         self.experts: list[DroppedPart] = []
         self._buffers: list[Replacement] | None = None  # copies before the first part
-        self._contents = installed.stage.places[block].contents()
+        self._contents = installed.stage.inside[block].places.contents()
 
     @property
     def name(self) -> str:
@@ -299,14 +301,14 @@ class Recomputation:
         """Note where a part begins; return the scales of auxiliary losses for its second forward."""
         if self._buffers is None:
             self._buffers = point.buffers
-        return [(vars(one), "aux_scale", one.aux_scale) for one in self.installed.stage.carriers[self.block]]
+        return [(vars(one), "aux_scale", one.aux_scale) for one in self.installed.stage.inside[self.block].carriers]
 
     def end(self) -> None:
         """Note that the first forward has ended."""
-        self.installed.stage.places[self.block].learn_in_place(self._contents)
+        self.installed.stage.inside[self.block].places.learn_in_place(self._contents)
         self._contents = {}
         if self._buffers is not None:
-            self.installed.stage.buffers[self.block].ended(self._buffers)
+            self.installed.stage.inside[self.block].buffers.ended(self._buffers)
             self._buffers = None
 
     def function(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -347,7 +349,7 @@ class Recomputation:
     @contextmanager
     def without_trace(self) -> Iterator[None]:
         """Run a second forward in the body, and take back what it sets in places that are carried."""
-        known = self.installed.stage.places[self.block]
+        known = self.installed.stage.inside[self.block].places
         carried = PlaceValues(known) if known.changing or known.own is not None else None
         with replaced(copies_of((table, name) for (_, name), table in known.in_place.items())):
             if carried is not None:

@@ -122,5 +122,5 @@ def result_of(ended: Sequence[Microbatch], shares: Sequence[float], times: Times
     assert len(losses) == len(ended)
     # Under ``loss_parallel`` a loss is a DTensor; all ranks get the whole.
     losses = tuple(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses)
-    kept = tuple(unwrapped(m.returned.kept) for m in ended) if any(m.given.return_outputs for m in ended) else ()
+    kept = tuple(unwrapped(m.returned.kept) for m in ended) if any(m.objective.return_outputs for m in ended) else ()
     return StepResult(losses, tuple(shares), kept, times, alive.most, alive.most_held)

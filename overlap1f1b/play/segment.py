@@ -236,7 +236,7 @@ class Sent:
     edges: Sequence[GradientEdge | None]  # the graph of each of them that does
     library: LibraryExchange | None  # carries it out, if a library does
     rows: Any  # ``[R, …]`` to send next, or their gradients to send back; for a library the tensors
-    given: int | None = None  # number of rows before those that are not sent were cut off; None for a library
+    uncut_rows: int | None = None  # number of rows before those that are not sent were cut off; None for a library
     counts: Flight[Tensor] | None = None  # on their way to the experts, beside the rows of a dispatch
 
     @property

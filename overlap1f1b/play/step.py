@@ -76,14 +76,16 @@ class Step:
         player = Player(links, times, every)
         try:
             every.begin(times)
-            feed = self._feed()
+            feed = self.make_feed()
+            if not isinstance(feed, Feed):
+                raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
             loop = Loop([stage.draws for stage in self.stages.values()])
             reductions = self._begin()
             with self._install(feed.aux_scale, every) as (turns, installations):
                 if feed.draws:
-                    feed = feed._replace(given=loop.watching(feed.given))
+                    feed = feed._replace(arguments_of=loop.watching(feed.arguments_of))
                 microbatches = Microbatches(installations, program, links.rank, feed, seed=loop.seed, grad=self.grad)
-                player.play(turns, microbatches)
+                player.play(turns, microbatches, microbatches.begin)
             loop.end()
             ended = microbatches.of_stage(program.placement.stages - 1)
             result = result_of(ended, [feed.shares[one.index] for one in ended], times, player.alive)
@@ -94,12 +96,6 @@ class Step:
             raise
         every.end(failed=False)
         return PlayedStep(result, microbatches)
-
-    def _feed(self) -> Feed:
-        feed = self.make_feed()
-        if not isinstance(feed, Feed):
-            raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
-        return feed
 
     def _begin(self) -> Sequence[Reduction]:
         """Set gradients of earlier steps aside, and post the first receives; return the reductions of the step."""
@@ -133,15 +129,12 @@ class Step:
                     leaving=self.plan.leaving.get(number, frozenset()) if self.grad else frozenset(),
                     host=links.host,
                 )
-            turns = self._turns(made, by_node=self.by_node or observers.by_node)
+            by_node = self.by_node or observers.by_node or links.gathers is not None
+            # Else the plan's turns are by what is known of the blocks.
+            turns = self.plan.turns(links.rank, {} if by_node else {n: one.plain for n, one in made.items()})
             for number, one in made.items():
                 inside.enter_context(one.on_modules(aux_scale, divided=number not in turns.undivided))
             yield turns, made
-
-    def _turns(self, made: Mapping[int, Installation], *, by_node: bool) -> Turns:
-        """Return the turns of the plan, by what is known of the blocks."""
-        by_node = by_node or self.links.gathers is not None
-        return self.plan.turns(self.links.rank, {} if by_node else {number: one.plain for number, one in made.items()})
 
     def _finish(self, reductions: Iterable[Reduction], times: Times) -> None:
         """Wait for the reductions, the last to set gradients aside first; then for the device.

@@ -45,6 +45,7 @@ def read_nsys(path: Path) -> list[Capture]:
 
 
 def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
+    """Return what each process of a file has recorded."""
     tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
     devices = [name for name in _DEVICE_TABLES if name in tables]
     if "NVTX_EVENTS" not in tables and not devices:
@@ -97,5 +98,5 @@ def _rows(
 ) -> Iterable[tuple[Any, ...]]:
     """Yield the name and the columns of rows in which none of them is missing."""
     wanted = [f't."{column}"' for column in columns]  # alone, a missing column would be a string
-    given = " AND ".join(f"{column} IS NOT NULL" for column in wanted)
-    return database.execute(f'SELECT {name}, {", ".join(wanted)} FROM "{table}" AS t WHERE {given}')
+    known = " AND ".join(f"{column} IS NOT NULL" for column in wanted)
+    return database.execute(f'SELECT {name}, {", ".join(wanted)} FROM "{table}" AS t WHERE {known}')

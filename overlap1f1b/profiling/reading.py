@@ -176,8 +176,8 @@ def _placed(recording: Recording) -> Recording:
 def files_of(*paths: str | Path) -> list[Path]:
     """Return the files, and the files in the folders."""
     found: list[Path] = []
-    for given in paths:
-        check_kind("path", given, str, Path)
+    for path in paths:
+        check_kind("path", path, str, Path)
     if not paths:
         raise ValueError("no path; allowed: files, or folders of one file a rank")
     for path in map(Path, paths):

@@ -143,6 +143,7 @@ class _Builder:
         return np.array(new, np.int64)[place]
 
     def recording(self) -> Recording:
+        """Return the steps, and what was noted on the way."""
         capture = self.capture
         steps = tuple(self._steps())
         label = self.labels[0] if self.labels else None
@@ -161,6 +162,7 @@ class _Builder:
         )
 
     def _steps(self) -> list[StepRecord]:
+        """Return the steps by their ranges; without them the file is one step."""
         steps = self.ranges["step"]
         blind = self.device and not self.capture.launches  # the file does not say what a step launched
         if not len(steps) or blind:
@@ -171,6 +173,7 @@ class _Builder:
         return [self._step(*step) for step in steps]
 
     def _step(self, number: int, begin: int, end: int) -> StepRecord:
+        """Return a step: what was issued in it, and when kernels computed and moved rows."""
         issued, flights, waits = (_between(self.ranges[kind], begin, end) for kind in _KINDS)
         if not self.device:
             compute = _without(issued[self.on_compute[issued.what]], waits)

@@ -40,6 +40,7 @@ def verdict(sums: Figures) -> str:
 
 
 def _of_exchange(sums: Figures) -> str:
+    """Return the sentence on how much of the exchange was hidden."""
     overlap = sums.overlap
     if not sums.measured:
         return "Not measured: the files do not show all that was exchanged, so how much was hidden is unknown."

@@ -474,6 +474,7 @@ class ShardedReducer(Reduction):
         return launched
 
     def _start(self, node: Node, group: ParameterGroup) -> Flight[None]:
+        """Start the reduction of a group; a parameter without a gradient gets one of zeros."""
         for held in group.fsdp_params:
             parameter = held.unsharded_param
             if parameter.requires_grad and parameter.grad is None and held.unsharded_accumulated_grad is None:

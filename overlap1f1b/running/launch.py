@@ -237,6 +237,7 @@ def _report(rank: int, code: int, others: bool, suspended: Iterable[int], limit_
 
 
 def _environment(base: Mapping[str, str], rank: int, ranks: int, folder: str, wire: Wire | None) -> dict[str, str]:
+    """Return the variables with which a rank starts."""
     # left by a cluster's shell, the first two would make `under_torchrun` true in the ranks
     environ = {name: value for name, value in base.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))

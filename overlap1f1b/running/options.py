@@ -142,10 +142,10 @@ class RunOptions(UserOptions):
             self._check_model()
         else:
             _check_experts(self.hf_config)
-            given = vars(self.model) | {"weights_in": self.weights_in, "precision": self.precision}
+            chosen = vars(self.model) | {"weights_in": self.weights_in, "precision": self.precision}
             default = vars(ModelOptions()) | {"weights_in": "combine", "precision": "weights"}
-            for name in (name for name in default if given[name] != default[name]):
-                option = f"--{name.replace('_', '-')} {given[name]}"
+            for name in (name for name in default if chosen[name] != default[name]):
+                option = f"--{name.replace('_', '-')} {chosen[name]}"
                 raise ValueError(f"{option} with --hf-config, which describes the model; allowed: one of the two")
         check_files({"json": self.json})
 
@@ -285,8 +285,8 @@ class BenchOptions(RunOptions):
             if self.pp * self.dp > 1:
                 raise ValueError(f"--hf-config with --pp {self.pp} --dp {self.dp}; allowed: 1 of each")
             if self.peers and (self.compute == "timed" or self.ep < 2):
-                given = f"--hf-config, --compute {self.compute} and --ep {self.ep}"
-                raise ValueError(f"--peers with {given}; allowed: real, and 2 or more")
+                others = f"--hf-config, --compute {self.compute} and --ep {self.ep}"
+                raise ValueError(f"--peers with {others}; allowed: real, and 2 or more")
         elif self.peers and self.pp < 2:
             raise ValueError(f"--peers with --pp {self.pp}; allowed: 2 or more pipeline ranks, or --hf-config")
         elif self.peers and (torch := version("torch")).startswith("2.11."):

@@ -53,7 +53,7 @@ class Corpus:
         """
         name = ", ".join(map(str, paths)) or f"standard library of Python {platform.python_version()}"
         whole = bytearray()
-        for text in _given(paths, limit_bytes) if paths else _standard_library(limit_bytes):
+        for text in _files(paths, limit_bytes) if paths else _standard_library(limit_bytes):
             whole += text
             if len(whole) > limit_bytes:
                 del whole[limit_bytes:]
@@ -134,7 +134,7 @@ def _standard_library(limit: int) -> Iterator[bytes]:
                 yield _read(path, limit)
 
 
-def _given(paths: Sequence[Path], limit: int) -> Iterator[bytes]:
+def _files(paths: Sequence[Path], limit: int) -> Iterator[bytes]:
     """Yield the text of `paths`, each file once, without binary ones."""
     seen: set[Path] = set()
     for path in paths:

@@ -138,6 +138,7 @@ class MoETransformer(nn.Sequential):
 
     @torch.no_grad()
     def _draw(self, generator: torch.Generator) -> None:
+        """Draw the initial weights, as GPT-2 does: those before a residual sum are smaller."""
         for module in self.modules():
             match module:
                 case nn.Linear() | nn.Embedding():

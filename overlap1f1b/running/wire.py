@@ -133,6 +133,7 @@ class Wire:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _connect(self) -> None:
+        """Make the namespaces, the cables between them, and a hub for more than two."""
         for namespace in self._namespaces:
             _run("ip", "netns", "add", namespace)
             _run("ip", "-n", namespace, "link", "set", "lo", "up")

@@ -62,9 +62,9 @@ class HfModel(RankModule):
 
     def __init__(self, options: RunOptions, rank: Rank, program: Program) -> None:
         assert options.hf_config is not None
-        given, kind = _hf_config(options.hf_config)
+        config, kind = _hf_config(options.hf_config)
         torch.manual_seed(options.seed)  # the same weights on all ranks
-        model = kind.from_config(given, dtype=torch.float32).to(rank.device)
+        model = kind.from_config(config, dtype=torch.float32).to(rank.device)
         config = model.config
         total = sum(p.numel() for p in model.parameters())
         super().__init__(split_model(model, program, rank.mesh))

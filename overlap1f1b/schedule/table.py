@@ -74,6 +74,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _header(key: str, value: str, where: str) -> Any:
+    """Return the value of a line of the header."""
     try:
         if key == "pipes":
             return Placement(tuple(map(_numbers, value.split(";"))))
@@ -93,6 +94,7 @@ def _header(key: str, value: str, where: str) -> Any:
 
 
 def _row(line: str, where: str) -> tuple[Slot, ...]:
+    """Return the actions of a rank from its line."""
     slots: list[Slot] = []
     try:
         cells = next(csv.reader([line], strict=True), [])

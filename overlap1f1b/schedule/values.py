@@ -126,18 +126,18 @@ def checked(call: C) -> C:
         return {name: kinds for name, kinds in found.items() if kinds}
 
     @functools.wraps(call)
-    def checking(*args: Any, **given: Any) -> Any:
-        for name in given:
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
             if name not in allowed and Parameter.VAR_KEYWORD not in open_to:
                 nearest = "".join(f"; nearest: {found}" for found in get_close_matches(name, allowed, 1))
                 raise TypeError(f"{where} has no {name}; allowed: {', '.join(allowed)}{nearest}")
         if len(args) > len(by_place) and by_name and Parameter.VAR_POSITIONAL not in open_to:
             raise TypeError(f"{where}(…, {quoted(args[len(by_place)])}) without a name; allowed: {', '.join(by_name)}")
         known = kinds()
-        for name, value in chain(zip(by_place, args, strict=False), given.items()):
+        for name, value in chain(zip(by_place, args, strict=False), kwargs.items()):
             if name in known:
                 check_kind(name, value, *known[name])
-        return call(*args, **given)
+        return call(*args, **kwargs)
 
     return checking  # type: ignore[return-value]
 
@@ -213,6 +213,7 @@ def check_kind(name: str, value: object, *kinds: Any) -> None:
 
 
 def _allows(kind: Any, value: object) -> bool:
+    """Return whether a value is of an annotated kind."""
     of, inner = get_origin(kind) or kind, get_args(kind)
     if of is None:
         return value is None
@@ -237,6 +238,7 @@ def _words_of(*kinds: Any) -> str:
 
 
 def _words(kind: Any) -> list[str]:
+    """Return the words for what a kind allows, for messages."""
     of, inner = get_origin(kind) or kind, get_args(kind)
     if of is Literal:
         return list(map(str, inner))

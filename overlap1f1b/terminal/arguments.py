@@ -125,7 +125,7 @@ def _check_names(words: Sequence[str], options: type) -> None:
         for alias in getattr(of, "aliases", None) or ()
     }
     lists = {f"--{name.replace('_', '-')}" for name, hint in hints.items() if "tuple[" in str(hint)}
-    given: dict[str, str] = {}
+    seen: dict[str, str] = {}
     for word, follows in zip(words, [*words, "--"][1:], strict=True):
         if (word.startswith("--") and follows == "") or word.endswith("="):
             raise ValueError(f"{word.rstrip('=')} with an empty value; allowed: one that says something")
@@ -133,11 +133,11 @@ def _check_names(words: Sequence[str], options: type) -> None:
             raise ValueError(f"{word} without a value; allowed: one or more after it")
     for word in (one.partition("=")[0].replace("_", "-") for one in words if one.startswith("--")):
         name = aliases.get(word, word.replace("--no-", "--", 1))
-        if given.get(name, word) != word:
-            raise ValueError(f"{given[name]} with {word}, the same option; allowed: one of them")
-        if name in given and name in lists:
+        if seen.get(name, word) != word:
+            raise ValueError(f"{seen[name]} with {word}, the same option; allowed: one of them")
+        if name in seen and name in lists:
             raise ValueError(f"{word} twice; allowed: once, with all its values behind it")
-        given[name] = word
+        seen[name] = word
 
 
 def _in_order(text: str, options: type) -> str:

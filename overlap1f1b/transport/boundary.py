@@ -75,6 +75,7 @@ def specs_of(tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> Specs:
 
 
 def _spec_of(tensor: Tensor, requires_grad: bool) -> Spec:
+    """Return what the peer must know of a tensor before it receives it."""
     if not isinstance(tensor, DTensor):
         return Spec(tensor.dtype, requires_grad, tuple(tensor.shape))
     shape = tuple(tensor.to_local().shape)
@@ -205,6 +206,7 @@ class Boundary:
         return link.lane.launch(node, partial(self._post_receive, node, link, self._known.get(node)))
 
     def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
+        """Post the receives of a transfer, behind its header if sizes are not known."""
         if specs is None:
             specs = self._known[node] = self._read(link)
         parts = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
@@ -252,6 +254,7 @@ class Boundary:
         return link.lane.launch(node, lambda: self._post_send(link, parts, header))
 
     def _post_send(self, link: _Link, tensors: Tensors, header: Tensor | None) -> Transfer[None]:
+        """Post the sends of a transfer, and of its header if there is one."""
         sources = [tensor.contiguous() for tensor in tensors]
         headers = [] if header is None else [link.header.send([header], link.header_peer, 0)]
         works = [link.payload.send([self._sendable(t)], link.peer, 0) for t in sources if t.numel()]

@@ -43,7 +43,7 @@ class Splits:
         self.ready: Mark | None = None
 
     @property
-    def told(self) -> Tensor | None:
+    def counts_to_send(self) -> Tensor | None:
         """The counts as they travel: of each rank's experts, as many numbers for every rank."""
         return self.counts
 
@@ -126,8 +126,8 @@ def exchange_parts(
 
 
 def _there(rows: Tensor, splits: Splits, exchange: Exchange) -> Tensor:
-    if (told := splits.told) is not None:
-        counts = exchange.counts(told)
+    if (sent := splits.counts_to_send) is not None:
+        counts = exchange.counts(sent)
         splits.depart(counts)
         splits.arrive(counts.finish())
     return _exchanged(rows, exchange, *splits.sizes(back=False))
@@ -161,12 +161,12 @@ def exchange(
     Raises:
         ValueError: Sizes of another number than ranks, negative, or with another sum than there are rows.
     """
-    given: tuple[Tensor, ...] = tuple(tensors) if isinstance(tensors, tuple | list) else (tensors,)
-    if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in given) or len(set(map(len, given))) != 1:
-        shapes: list[Any] = [list(part.shape) if torch.is_tensor(part) else quoted(part) for part in given]
+    every: tuple[Tensor, ...] = tuple(tensors) if isinstance(tensors, tuple | list) else (tensors,)
+    if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in every) or len(set(map(len, every))) != 1:
+        shapes: list[Any] = [list(part.shape) if torch.is_tensor(part) else quoted(part) for part in every]
         raise ValueError(f"tensors {', '.join(map(str, shapes))}; allowed: one or several [R, ...], of as many rows")
     check_kind("group", group, dist.ProcessGroup, None)
-    splits = splits_of(len(given[0]), send, receive, 1 if group is None else group.size())
+    splits = splits_of(len(every[0]), send, receive, 1 if group is None else group.size())
     here = 0 if group is None else group.rank()
     if splits.send[here] != splits.receive[here]:
         what = f"send={splits.send}, receive={splits.receive}: a rank's rows to itself differ"
@@ -176,10 +176,10 @@ def exchange(
     forward = Forward.running()
 
     def exchanged() -> tuple[Any, ...]:
-        if forward is not None and forward.handlers.hides(given, splits, group):
-            return tuple(forward.suspend([ExchangeCall(list(given), splits, False)]))
-        by = build_exchange(group, device=given[0].device.type)
-        return tuple([ExchangedRows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
+        if forward is not None and forward.handlers.hides(every, splits, group):
+            return tuple(forward.suspend([ExchangeCall(list(every), splits, False)]))
+        by = build_exchange(group, device=every[0].device.type)
+        return tuple([ExchangedRows.apply(tensor, by, splits.send, splits.receive) for tensor in every])
 
     got: Any = exchanged() if forward is None else forward.handlers.bring(exchanged)
     return got[0] if isinstance(tensors, Tensor) else got
@@ -216,17 +216,17 @@ def splits_of(rows: int, send: Sequence[int] | None, receive: Sequence[int] | No
     return splits
 
 
-def _sizes(given: Sequence[int] | None, name: str, rows: int, ranks: int) -> list[int]:
-    if given is None:
+def _sizes(value: Sequence[int] | None, name: str, rows: int, ranks: int) -> list[int]:
+    if value is None:
         if rows % ranks:
             raise ValueError(f"{name}=None for {rows} rows and {ranks} ranks; allowed: a multiple, or sizes")
         return [rows // ranks] * ranks
     try:
-        sizes = list(map(index, given))
+        sizes = list(map(index, value))
     except TypeError:  # no sequence, or of something else than whole numbers
         sizes = []
     if len(sizes) != ranks or min(sizes) < 0:
-        raise ValueError(f"{name}={quoted(given)}; allowed: a size of 0 or more for each of {ranks} ranks")
+        raise ValueError(f"{name}={quoted(value)}; allowed: a size of 0 or more for each of {ranks} ranks")
     return sizes
 
 

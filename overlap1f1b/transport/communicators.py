@@ -44,6 +44,7 @@ class Watchdog:
         self._thread.start()
 
     def _watch(self) -> None:
+        """End all communicators once a rank has failed, or the device stands still."""
         went_on = time.monotonic()
         while self.failures.lost is None and not self._ended.wait(LOOK_S):
             with suppress(RuntimeError):  # a request needs a thread, and there may be none now
@@ -78,7 +79,7 @@ class Communicators:
     """
 
     def __init__(self, owner: object, mesh: Mesh, options: DeviceOptions, exchange: Exchange | None = None) -> None:
-        self.mesh, self.options, self._given = mesh, options, exchange
+        self.mesh, self.options, self._shared = mesh, options, exchange
         self.shares = exchange is not None
         self._aborts: list[Callable[[], None]] = [mesh.abort]
         for group in mesh.inner:
@@ -92,7 +93,7 @@ class Communicators:
 
     def make_exchange(self) -> Exchange:
         """Return the exchange that was given, or a new one; all ranks must call this."""
-        exchange, mesh = self._given, self.mesh
+        exchange, mesh = self._shared, self.mesh
         if exchange is None:
             exchange = own_exchange(
                 mesh.exchanging, self.options.rows, limit=mesh.failures.limit, device=mesh.device_type

@@ -59,6 +59,7 @@ class Together:
         return self._shared(work if self.rank == 0 else lambda: None, RuntimeError, every=False)[0]
 
     def _shared(self, work: Callable[[], Any], error: type[Exception], *, every: bool) -> list[Any]:
+        """Return the results of ``work`` by rank; raise the first error of any rank on all of them."""
         cause: BaseException | None = None
         try:
             outcome = _Outcome(work())

@@ -222,6 +222,7 @@ class PeerExchange(Exchange):
         tag: int,
         groups: Sequence[dist.ProcessGroup],
     ) -> Transfer[Tensor]:
+        """Send rows to each peer behind posted receives; copy those that stay."""
         (up, down), parts = groups, source.split(list(send))
         works = [(up if self.rank < p else down).send([parts[p]], p, tag) for p in self.peers if send[p]]
         expected.result.split(list(receive))[self.rank].copy_(parts[self.rank])

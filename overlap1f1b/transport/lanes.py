@@ -98,6 +98,7 @@ class Flight(Generic[T]):
         return result  # type: ignore[return-value] # a transfer of nothing brings None
 
     def _await(self) -> None:
+        """Wait for the end, or for a failure, or until the limit."""
         if self._under_way is None:
             self.arrive()
             return

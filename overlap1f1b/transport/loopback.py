@@ -98,6 +98,7 @@ class LoopbackExchange(Exchange):
         return left, self.back.run(partial(_arrive, memory), result, after=(left,))
 
     def _by_chunks(self, source: Tensor, result: Tensor, after: tuple[Mark] | None) -> tuple[Mark, Mark]:
+        """Copy out and back by chunks, so that both directions are busy at once."""
         # The first job starts after the rows are computed, and after the last use of the result's memory; events order
         # the chunks of the two streams.
         buffer = self._buffers[0]
@@ -140,6 +141,7 @@ class LoopbackExchange(Exchange):
         return Transfer(result, source=source, mark=host.mark, host=host)
 
     def _leave(self, slot: Tensor, chunk: Tensor) -> None:
+        """Copy a chunk out, as long as the given rate takes."""
         start = time.perf_counter()
         slot.copy_(chunk, non_blocking=True)
         if not chunk.is_cpu:

@@ -42,9 +42,9 @@ def going_on(device: torch.device) -> Callable[[], bool]:
     def wait() -> None:
         with suppress(RuntimeError):  # of a device that has failed: the host's own calls raise, too
             gpu.set_device(stream.device)  # else the driver takes memory on the first GPU
-            given = gpu.Event(blocking=True)
-            given.record(stream)
-            given.synchronize()
+            event = gpu.Event(blocking=True)
+            event.record(stream)
+            event.synchronize()
 
     def goes_on() -> bool:
         nonlocal waiting
@@ -214,6 +214,7 @@ class ThreadStream(SideStream):
 
 
 def _work(jobs: SimpleQueue[_Entry | None]) -> None:
+    """Carry out jobs one after another, until there is None."""
     while (entry := jobs.get()) is not None:
         mark, job, tensors, after = entry
         try:

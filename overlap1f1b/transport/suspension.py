@@ -56,12 +56,14 @@ class Handlers(NamedTuple):
         bring: Returns what a function that exchanges rows returns; a second forward takes it from the first, and calls
             no function. ``own`` says that the model may change it in place.
         hides: Returns whether an exchange ``(tensors, splits, group)`` of the model's own suspends the function.
+        parts: Parts of the tokens of a call of experts, each with exchanges of its own.
     """
 
     part: Callable[..., Any] | None = None
     checkpoint: Callable[..., AbstractContextManager[Any]] | None = None
     bring: Callable[..., tuple[Any, ...]] = lambda exchange, own=False: exchange()
     hides: Callable[..., bool] = lambda *_: False
+    parts: int = 1
 
 
 NO_HANDLERS = Handlers()
@@ -88,7 +90,7 @@ class Forward:
         self.handlers = handlers
         self._stacks = stacks
         self._stack: Stack | None = None
-        self._given: Any = None  # to the function: its arguments, or the result of its exchange
+        self._value: Any = None  # to the function: its arguments, or the result of its exchange
         self._passed: Any = None  # by the function
         self._outside: ThreadState  # of the thread, where the function was started or resumed last
         self.inside: ThreadState  # of the function, where it is suspended
@@ -128,7 +130,7 @@ class Forward:
         """Return the exchange's result inside the function, and run it to the next one."""
         assert self._stack is not None
         self._stack.parent, self._outside = getcurrent(), outside
-        self.with_mode, self._given = mode and self.mode is not None, result
+        self.with_mode, self._value = mode and self.mode is not None, result
         del result
         self._stack.switch()
         if self._stack is None:  # what it has set stays, as after a plain call
@@ -145,8 +147,8 @@ class Forward:
             self._stack.throw(GreenletExit)
 
     def _take(self) -> Any:
-        given, self._given = self._given, None
-        return given
+        value, self._value = self._value, None
+        return value
 
     def run(self) -> None:
         """Run the whole function, on its own stack."""

@@ -40,7 +40,7 @@ def test_only_plain_linear_layers_with_a_trained_weight_are_split(change: str) -
         linear.weight.requires_grad_(False)
     elif change == "own forward":
         linear.forward = lambda input: input  # type: ignore[method-assign]
-    assert Stage([linear]).linears == [[]]
+    assert Stage([linear]).inside[0].linears == []
     assert Stage([nn.Linear(2, 2)]).shape[0].split
 
 

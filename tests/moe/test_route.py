@@ -29,8 +29,8 @@ def played(
     ranks = len(indices)
     routes = [Route(index, experts, ranks, TORCH, capacity=capacity) for index in indices]
     for rank, route in enumerate(routes):
-        told = [other.told.view(ranks, -1)[rank] for other in routes] if ranks > 1 or capacity else [route.told]
-        route.arrive(torch.stack(told))
+        sent = [other.counts_to_send.view(ranks, -1)[rank] for other in routes]
+        route.arrive(torch.stack(sent if ranks > 1 or capacity else [route.counts_to_send]))
     tokens = [torch.arange(len(index) * H).view(-1, H) + 1000.0 * (1 + rank) for rank, index in enumerate(indices)]
     weights = [torch.rand(index.shape) for index in indices]
     sent = [route.pack(*given) for route, *given in zip(routes, tokens, weights, strict=True)]
@@ -90,7 +90,7 @@ def test_what_finds_no_room_is_counted() -> None:
 def test_no_tokens() -> None:
     for capacity in (None, 1.25):
         route = Route(torch.empty(0, 2, dtype=torch.int64), 4, 2, TORCH, capacity=capacity)
-        route.arrive(torch.zeros_like(route.told).view(2, -1))
+        route.arrive(torch.zeros_like(route.counts_to_send).view(2, -1))
         packed = route.pack(torch.empty(0, H), torch.empty(0, 2))
         rows, weights = route.expand(packed)
         assert rows.shape == (0, H)
@@ -101,7 +101,7 @@ def test_no_tokens() -> None:
 def test_one_rank_needs_no_host() -> None:
     """The counts are not read: sizes follow from the number of tokens, whose rows they are."""
     route = Route(torch.tensor([[0, 2], [1, 2]]), 3, 1, TORCH)
-    route.arrive(route.told)
+    route.arrive(route.counts_to_send)
     assert (route.send, route.receive) == ([2], [2])
     route.expand(route.pack(torch.ones(2, H), torch.ones(2, 2)))
     assert route.expert_rows.host is None

@@ -97,9 +97,9 @@ def test_shares_are_of_microbatches_or_of_tokens() -> None:
     assert even.aux_scale == pytest.approx(2 / 3)
     uneven = feed(lambda target: int(target.sum() > 2) * 4)  # the first microbatch counts for nothing
     assert uneven.shares == {0: 0, 1: 0.5, 2: 0.5}
-    assert uneven.given(0, 1)["loss_grad"] == 1.0
-    assert uneven.given(0, 0)["loss_fn"] is not models.loss_fn  # undefined, a mean over nothing
-    assert uneven.given(0, 0)["loss_fn"](torch.ones(2, requires_grad=True)).item() == 0
+    assert uneven.arguments_of(0, 1)["loss_grad"] == 1.0
+    assert uneven.arguments_of(0, 0)["loss_fn"] is not models.loss_fn  # undefined, a mean over nothing
+    assert uneven.arguments_of(0, 0)["loss_fn"](torch.ones(2, requires_grad=True)).item() == 0
 
 
 def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbours() -> None:
@@ -107,7 +107,7 @@ def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbo
     stages = {number: Stage([nn.Linear(2, 2)], number=number) for number in range(2)}
     asked: list[tuple[int, int]] = []
 
-    def given(stage: int, microbatch: int) -> dict[str, Any]:
+    def arguments_of(stage: int, microbatch: int) -> dict[str, Any]:
         asked.append((stage, microbatch))
         return {"inputs": X} if stage == 0 else {"loss_fn": models.loss_fn}
 
@@ -115,12 +115,12 @@ def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbo
         {n: Installation(one) for n, one in stages.items()},
         program,
         0,
-        Feed(given, {0: 0.5, 1: 0.5}, None),
+        Feed(arguments_of, {0: 0.5, 1: 0.5}, None),
         seed=0,
         grad=True,
     )
     assert not made
-    first, second = made[0, 1], made[1, 1]
+    first, second = made.begin((0, 1)), made.begin((1, 1))
     assert (first.transfers.beside, second.transfers.beside) == ({Kind.I: second}, {Kind.F: first})
     assert asked == [(0, 1), (1, 1)]
     assert made.of_stage(1) == [second]
@@ -137,14 +137,14 @@ def test_a_feed_plays_losses_of_its_own() -> None:
     expected = models.gradients(model)
     model.zero_grad()
 
-    def given(stage: int, microbatch: int) -> dict[str, Any]:
+    def arguments_of(stage: int, microbatch: int) -> dict[str, Any]:
         def loss_fn(logits: Tensor) -> Tensor:
             return models.loss_fn(logits, target.chunk(3)[microbatch]) * (microbatch + 1)
 
         return {"inputs": inputs.chunk(3)[microbatch], "loss_fn": loss_fn, "return_outputs": True}
 
     engine = Engine(model, build_schedule("combined_1f1b", microbatches=3))
-    played = engine.play(lambda: Feed(given, dict.fromkeys(range(3), 1.0), None))
+    played = engine.play(lambda: Feed(arguments_of, dict.fromkeys(range(3), 1.0), None))
     assert [loss.item() for loss in played.result.losses] == losses
     assert not models.equal(models.gradients(model), expected)
     assert [m.returned.kept[0].shape for m in played.microbatches.of_stage(0)] == [(2, 7, models.V)] * 3

@@ -218,10 +218,10 @@ def test_what_a_feed_draws_is_the_loops_own() -> None:
     model, every = noisy(), list[Tensor]()
     engine = engine_over(None, model, verify=False)
 
-    def given(stage: int, microbatch: int) -> dict[str, Any]:
+    def arguments_of(stage: int, microbatch: int) -> dict[str, Any]:
         every.append(torch.randint(models.V, (2, 7)))
         return {"inputs": every[-1], "target": every[-1], "loss_fn": models.loss_fn, "loss_grad": 1.0}
 
     for _ in range(3):
-        engine.play(lambda: Feed(given, dict.fromkeys(range(MICROBATCHES), 1 / MICROBATCHES), None))
+        engine.play(lambda: Feed(arguments_of, dict.fromkeys(range(MICROBATCHES), 1 / MICROBATCHES), None))
     assert len({tuple(rows.flatten().tolist()) for rows in every}) == 3 * MICROBATCHES

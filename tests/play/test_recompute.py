@@ -433,7 +433,7 @@ def test_buffers_have_the_values_of_the_first_time_and_change_once(mode: Recompu
         engine.step(data[0], target=data[1])
         assert not models.equal(models.gradients(model), models.gradients(plain)), number
         assert not models.equal(dict(model.named_buffers()), dict(plain.named_buffers())), number
-    held = {name for _, name, _ in engine.stages[0].buffers[1].copies()}
+    held = {name for _, name, _ in engine.stages[0].inside[1].buffers.copies()}
     assert "table" not in held
     assert "mean" in held
 

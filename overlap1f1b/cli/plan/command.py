@@ -188,8 +188,8 @@ def _write(program: Program, timeline: Played, output: OutputOptions, title: str
 def requested(options: PlanOptions) -> Candidate:
     """Return the candidate that the options describe."""
     name = DEFAULT_PROGRAM if options.schedule is None else options.schedule
-    given = {option: getattr(options, option, None) for option in OPTIONS}
-    return Candidate(name, {option: value for option, value in given.items() if value is not None})
+    values = {option: getattr(options, option, None) for option in OPTIONS}
+    return Candidate(name, {option: value for option, value in values.items() if value is not None})
 
 
 def check_scale(ranks: int, microbatches: int, layers: int | None) -> None:
@@ -224,12 +224,12 @@ def model_of(options: PlanOptions) -> Model:
     """Return the model that plays programs: by sub-ops if ``--layers`` is given, else by actions."""
     sub_ops = options.sub_op_costs
     if sub_ops.layers is None:
-        given = {name: value for name, value in vars(options.action_costs).items() if value is not None}
+        seconds = {name: value for name, value in vars(options.action_costs).items() if value is not None}
         if options.send is not None:
-            given["send"] = options.send
-        if "weight" not in given and "backward" in given:
-            given["weight"] = given["backward"] / 2
-        return Costs(**given)
+            seconds["send"] = options.send
+        if "weight" not in seconds and "backward" in seconds:
+            seconds["weight"] = seconds["backward"] / 2
+        return Costs(**seconds)
     costs: dict[str, Any] = {name: value for name in SUB_OPS if (value := getattr(sub_ops, name)) is not None}
     if sub_ops.activations and sub_ops.host_link:
         costs["copy"] = sub_ops.activations / sub_ops.host_link
@@ -259,7 +259,7 @@ def parse(text: str) -> Candidate:
     Candidate(schedule='combined_1f1b', options={'chunks': 2, 'extra_warmup': 1}, overlap=None)
     """
     name, _, rest = text.partition(":")
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     try:
         if name not in (*SCHEDULES, AUTO):
             raise ValueError(f"unknown schedule {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}")
@@ -267,14 +267,14 @@ def parse(text: str) -> Candidate:
             key, _, value = part.partition("=")
             key, value = key.strip().replace("-", "_"), value.strip()
             if key == "overlap":
-                given[key] = parse_overlap(value)
+                options[key] = parse_overlap(value)
             elif key in OPTIONS and value.isdecimal():
-                given[key] = int(value)
+                options[key] = int(value)
             else:
                 numbers = ", ".join(f"{option}=NUMBER" for option in OPTIONS)
                 what = repr(part) if part else "an option is missing"
                 raise ValueError(f"{what}; allowed: {numbers}, overlap=serial|pairs|NUMBER, with commas between")
     except ValueError as error:
         raise ValueError(f"--compare {text}: {error}") from None
-    overlap = given.pop("overlap", None)
-    return Candidate(name, given, overlap)
+    overlap = options.pop("overlap", None)
+    return Candidate(name, options, overlap)

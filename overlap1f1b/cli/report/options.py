@@ -68,7 +68,7 @@ class ReportOptions:
                 if (value := getattr(output, name)) is not None and value is not False:  # step 0 is given, too
                     raise ValueError(f"--{name} with --compare; allowed: one of them")
             if self.files:
-                given = " ".join(map(str, self.files))
-                raise ValueError(f"{given} with --compare {' '.join(map(str, self.compare))}; allowed: one of them")
+                files = " ".join(map(str, self.files))
+                raise ValueError(f"{files} with --compare {' '.join(map(str, self.compare))}; allowed: one of them")
         written = {name: getattr(output, name) for name in (*PICTURES, "json")}
         check_files(written, files_of(*(self.compare or self.files)))

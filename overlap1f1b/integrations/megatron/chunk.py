@@ -96,7 +96,7 @@ class Chunk(MicrobatchBlock):
     def stepping(self, step: ChunkStep) -> AbstractContextManager[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
 
-        def stage() -> Installation:
+        def installed() -> Installation:
             assert self._installed is not None
             return self._installed
 
@@ -106,8 +106,8 @@ class Chunk(MicrobatchBlock):
                 exchanging(self._dispatchers),
                 *(experts.replacing() for experts in self.experts),
                 on_one_stream(self._overlapped, self.device),
-                (leaving(layer, stage) for layer in self._linears),
-                (delaying(layer, stage) for layer in self._delayed),
+                (leaving(layer, installed) for layer in self._linears),
+                (delaying(layer, installed) for layer in self._delayed),
                 self._checkpoint(),
             )
         )

@@ -117,7 +117,7 @@ def get_forward_backward_func(
             "allowed: None, or the groups of one module"
         )
     default = ProcessGroups.default() if pg_collection is None else None
-    groups = next(given for given in (pg_collection, schedule_pg_collection, default) if given is not None)
+    groups = next(one for one in (pg_collection, schedule_pg_collection, default) if one is not None)
     held = size_of(groups, "pp")
     if pp_size is None and vp_size is None and not isinstance(default, ProcessGroups | None):
         vp_size = sys.modules[PARALLEL_STATE].get_virtual_pipeline_model_parallel_world_size()
@@ -385,12 +385,12 @@ class ChunkEngine:
             for step in steps:
                 step.begin()
 
-            def given(stage: int, _: int) -> dict[str, Any]:
+            def arguments_of(stage: int, _: int) -> dict[str, Any]:
                 # The last chunk computes the loss itself.
                 return {"inputs": () if stage == 0 else None, "loss_fn": (lambda loss: loss) if stage == last else None}
 
             shares = dict.fromkeys(range(losses.microbatches), 1.0)
-            return Feed(given, shares, aux_scale=float(losses.scale_of(MOE_LOSS)))
+            return Feed(arguments_of, shares, aux_scale=float(losses.scale_of(MOE_LOSS)))
 
         observers: list[Observer] = []
         with ExitStack() as stepping:

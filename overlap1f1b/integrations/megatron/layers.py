@@ -93,14 +93,14 @@ class _ByLibrary:
         self.function, self.group = function, group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given, names, count = [*args, *kwargs.values()], list(kwargs), len(args)
-        places = [at for at, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
-        sent = [given[at] for at in places]
+        arguments, names, count = [*args, *kwargs.values()], list(kwargs), len(args)
+        places = [at for at, value in enumerate(arguments) if isinstance(value, Tensor) and value.requires_grad]
+        sent = [arguments[at] for at in places]
         for at in places:  # the engine alone holds these
-            given[at] = None
+            arguments[at] = None
 
         def call(*tensors: Tensor) -> tuple[Any, ...]:
-            values = list(given)
+            values = list(arguments)
             for at, tensor in zip(places, tensors, strict=True):
                 values[at] = tensor
             returned = self.function(*values[:count], **dict(zip(names, values[count:], strict=True)))
@@ -131,7 +131,7 @@ def _collecting(method: Callable[..., Any]) -> Callable[..., Any]:
                 "Megatron-Core is not known: allowed: 0.16"
             )
         group, _, *sizes = calls[0]
-        receive, send = (None if given is None else [int(size) for size in given] for given in sizes)
+        receive, send = (None if every is None else [int(size) for size in every] for every in sizes)
         received = exchange(tensors, send, receive, group)
         return received if isinstance(returned, tuple) else received[0]
 
@@ -161,20 +161,20 @@ def linears_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def leaving(layer: Any, stage: Callable[[], Installation]) -> Replacement:
+def leaving(layer: Any, installed: Callable[[], Installation]) -> Replacement:
     """Return what lets a layer leave its weight gradients to the queue in force of a stage."""
     plain = getattr(layer, PRODUCT)
 
     def product(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Collectives along "tp" must not wait for a weight gradient, which may be computed at any time. A bias is
         # rarely added here, and its gradient would be summed in another order.
-        given = args or weight is not layer.weight or has_own_products(weight) or kwargs.get("bias") is not None
-        if given or kwargs.get("sequence_parallel") or kwargs.get("allreduce_dgrad") or not torch.is_grad_enabled():
+        differs = args or weight is not layer.weight or has_own_products(weight) or kwargs.get("bias") is not None
+        if differs or kwargs.get("sequence_parallel") or kwargs.get("allreduce_dgrad") or not torch.is_grad_enabled():
             return plain(input, weight, *args, **kwargs)
-        blocks, parameter = stage(), layer.weight
+        stage, parameter = installed(), layer.weight
         fused = kwargs.get("gradient_accumulation_fusion") and getattr(parameter, "main_grad", None) is not None
         add = _adding(parameter) if fused else None
-        return split_linear(input, (parameter,), None, blocks.put, blocks.anchor, add)
+        return split_linear(input, (parameter,), None, stage.put, stage.anchor, add)
 
     return vars(layer), PRODUCT, uncompiled(product)
 
@@ -217,12 +217,12 @@ def delayed_of(model: nn.Module) -> list[Any]:
     return layers
 
 
-def delaying(layer: Any, stage: Callable[[], Installation]) -> Replacement:
+def delaying(layer: Any, installed: Callable[[], Installation]) -> Replacement:
     """Return what lets a layer call ``backward_dw`` when the queue in force of a stage is computed."""
     store, parameters = layer.wgrad_store.put, _delayed(layer)
 
     def put(operands: Any, function: Any) -> None:
-        stage().put(parameters[0], lambda: add(operands, function))
+        installed().put(parameters[0], lambda: add(operands, function))
 
     @torch.no_grad()
     def add(operands: Any, function: Any) -> None:

@@ -83,6 +83,7 @@ class Losses:
         return loss if scale is None else scale(loss)
 
     def _divided(self, returned: Any) -> tuple[Tensor, Any]:
+        """Return a microbatch's part of the loss, by its own tokens or as a sum, and its report."""
         if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
             what = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
             raise ValueError(f"loss_func returns {what}; allowed: (loss, report) or (loss_sum, tokens, report)")
@@ -100,8 +101,8 @@ class Losses:
         """Return the gradient ``[1]`` of an attached loss: the main loss's scale, unless the config gives another."""
         ones, config = torch.ones(1, device=self.tokens.device), self.config
         own = None if attached.own_scale is None else getattr(config, attached.own_scale)
-        given = own() if own is not None else ones if config.grad_scale_func is None else config.grad_scale_func(ones)
-        scale = torch.as_tensor(given, device=ones.device)
+        factor = own() if own is not None else ones if config.grad_scale_func is None else config.grad_scale_func(ones)
+        scale = torch.as_tensor(factor, device=ones.device)
         if config.calculate_per_token_loss:
             return scale
         return (scale * self.cp if attached.by_sequence else scale) / self.microbatches

@@ -267,6 +267,7 @@ def _parts(sources: Sequence[_Source], slot: _Slot) -> list[_Source] | None:
 
 
 def _files(folder: Path) -> dict[str, str]:
+    """Return the file of each parameter's name in a folder of safetensors."""
     from safetensors import safe_open
 
     if (folder / INDEX).exists():

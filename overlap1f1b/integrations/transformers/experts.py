@@ -59,6 +59,7 @@ def find(model: nn.Module) -> Found:
 
 
 def _refuse(model: nn.Module) -> None:
+    """Raise ValueError for a model whose layers cannot be split over ranks."""
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None:  # DistributedDataParallel, for example
         raise ValueError(f"{kind} has no config; allowed: a causal LM of transformers, as it was built or loaded")
@@ -99,6 +100,7 @@ def routing_names(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def _count(module: nn.Module) -> int:
+    """Return the number of experts in a module; 0 for what is none."""
     sizes = {p.shape[0] for p in module.parameters() if p.dim()}
     if not sizes or routing_names(module) is None:
         return 0
@@ -136,12 +138,12 @@ class OwnExperts(Experts):
     grouped: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = dict(zip(self.own_names, args, strict=False)) | kwargs
-        if set(given) != set(self.own_names):
-            raise ValueError(f"experts called with {sorted(given)}; allowed: {', '.join(self.own_names)}")
+        arguments = dict(zip(self.own_names, args, strict=False)) | kwargs
+        if set(arguments) != set(self.own_names):
+            raise ValueError(f"experts called with {sorted(arguments)}; allowed: {', '.join(self.own_names)}")
         if self.takes_sorted:
-            return self._of_sorted(*(given[name] for name in self.own_names))
-        tokens, indices, weights = (given[name] for name in self.own_names)
+            return self._of_sorted(*(arguments[name] for name in self.own_names))
+        tokens, indices, weights = (arguments[name] for name in self.own_names)
         flat = tokens.reshape(-1, tokens.shape[-1])
         if indices.shape != weights.shape or indices.dim() != 2 or len(indices) != len(flat):
             raise ValueError(
@@ -240,8 +242,8 @@ def adopt(
     assert names is not None
     own: Any = type(module)
     module = model.get_submodule(adapters.around(model, name))
-    given: Any = type(module)
-    module.__class__ = _kind_of(given, own)
+    kind: Any = type(module)
+    module.__class__ = _kind_of(kind, own)
     assert isinstance(module, OwnExperts)
     inside = adapters.within(module)
     module.own_names = names
@@ -260,12 +262,13 @@ def adopt(
 
 
 @cache
-def _kind_of(given: Any, own: Any) -> Any:
+def _kind_of(kind: Any, own: Any) -> Any:
     """Return the class of the engine's experts; one for all layers, or a compiler compiles each layer's graph anew."""
-    return type(given.__name__, (OwnExperts, given), {"__module__": given.__module__, "own_class": own})
+    return type(kind.__name__, (OwnExperts, kind), {"__module__": kind.__module__, "own_class": own})
 
 
 def _shard(module: nn.Module, count: int, rank: int, ranks: int, name: str) -> None:
+    """Keep this rank's experts of a module, and count these alone."""
     for part in module.modules():
         for label, parameter in part.named_parameters(recurse=False):
             size = parameter.shape[0] if parameter.dim() else 0

@@ -105,8 +105,8 @@ class Shell:
                 around.enter_context(replaced([*self._stand_ins(walk), without_logits]))
                 if device.type == "meta":  # then masks are made without reading values
                     around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                given = {"input_ids": torch.ones(1, 4, dtype=torch.int64, device=device), "use_cache": False}
-                output = torch.func.functional_call(self.model, alike, (), given)
+                inputs = {"input_ids": torch.ones(1, 4, dtype=torch.int64, device=device), "use_cache": False}
+                output = torch.func.functional_call(self.model, alike, (), inputs)
         except Exception as error:
             if walk.refused:
                 raise
@@ -150,6 +150,7 @@ class Shell:
         return before, after, carried
 
     def _failure(self, error: Exception, device: torch.device) -> Exception:
+        """Return the error of a model whose forward fails where it is followed."""
         if isinstance(error, TypeError | ValueError):
             return _UnpackedError(error)
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -189,12 +190,12 @@ class Shell:
                 return walk.first, walk.calls
         raise AssertionError("the last needed layer was not reached")
 
-    def finish(self, given: Mapping[str, Any], hidden: Tensor, routed: Sequence[Tensor]) -> Any:
-        """Run the forward after the last layer, with the arguments ``given`` by name; return what the model returns.
+    def finish(self, arguments: Mapping[str, Any], hidden: Tensor, routed: Sequence[Tensor]) -> Any:
+        """Run the forward after the last layer, with its arguments by name; return what the model returns.
 
         ``hidden [B, S, H]`` is of the last layer, ``routed`` the router logits of all, if the model asks for them.
         """
-        self._check_outputs(given)
+        self._check_outputs(arguments)
         own = self.owner.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +204,7 @@ class Shell:
             return output
 
         changed = [*self._stand_ins(_Walk(self, result=hidden)), *self._without_embedding(hidden)]
-        asked = given.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
+        asked = arguments.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
         if routed:
             changed.append((vars(self.owner), "forward", forward))
         elif asked and any(map(self.routers, range(len(self.layers)))):
@@ -212,13 +213,13 @@ class Shell:
                 "before split_model"
             )
         with replaced(changed):
-            return self.model(**{**given, "use_cache": False})
+            return self.model(**{**arguments, "use_cache": False})
 
-    def _check_outputs(self, given: Mapping[str, Any]) -> None:
+    def _check_outputs(self, arguments: Mapping[str, Any]) -> None:
         # transformers records them where its layers are called, and stand-ins are called in their place.
         configs = [getattr(module, "config", None) for module in (self.model, self.owner)]
         for name in ("output_hidden_states", "output_attentions"):
-            if value := given.get(name) or any(getattr(config, name, False) for config in configs):
+            if value := arguments.get(name) or any(getattr(config, name, False) for config in configs):
                 raise ValueError(f"{name}={value!r} of a model in stages; allowed: False")
 
     def _stand_ins(self, walk: _Walk) -> Iterator[Replacement]:

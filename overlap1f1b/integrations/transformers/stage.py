@@ -31,21 +31,23 @@ class StageRange:
     end: int
     inputs: tuple[str, ...]
 
-    def named(self, given: OptionalTensors) -> dict[str, Tensor]:
+    def named(self, inputs: OptionalTensors) -> dict[str, Tensor]:
         """Return the step's inputs that are not None, by name."""
-        if len(given) != len(self.inputs):
-            raise ValueError(f"{len(given)} inputs; allowed: {len(self.inputs)}, {', '.join(self.inputs)}")
-        if given[0] is None:
+        if len(inputs) != len(self.inputs):
+            raise ValueError(f"{len(inputs)} inputs; allowed: {len(self.inputs)}, {', '.join(self.inputs)}")
+        if inputs[0] is None:
             raise ValueError(f"{self.inputs[0]} is None; allowed: a tensor, only other inputs may be left out")
-        return {name: value for name, value in zip(self.inputs, given, strict=True) if value is not None}
+        return {name: value for name, value in zip(self.inputs, inputs, strict=True) if value is not None}
 
-    def begin(self, given: OptionalTensors, microbatch: Microbatch, hidden: Tensor | None) -> tuple[Tensor, list[Call]]:
+    def begin(
+        self, inputs: OptionalTensors, microbatch: Microbatch, hidden: Tensor | None
+    ) -> tuple[Tensor, list[Call]]:
         """Return the hidden states before a layer, and the calls of the layers, which the stage's blocks share.
 
         Without ``hidden`` run the embedding. A recomputation needs hidden states with a graph of their own.
         """
         if hidden is None or self not in microbatch.memo:
-            first, microbatch.memo[self] = self.shell.begin(self.named(given), self.end - 1, hidden)
+            first, microbatch.memo[self] = self.shell.begin(self.named(inputs), self.end - 1, hidden)
             hidden = first if hidden is None else hidden
         return hidden, microbatch.memo[self]
 
@@ -97,14 +99,14 @@ class Layer(MicrobatchBlock):
         # 1. The hidden states, and the arguments that the model's own forward gives this layer.
         routed: tuple[Tensor, ...] = ()
         values: dict[Returned, Tensor | None] = {}
-        given = inputs
+        passing = inputs
         if self.number > 0:
             carried = part.shell.carried[self.number - 1]
-            hidden, given, rest = inputs[0], inputs[1 : known + 1], inputs[known + 1 :]
+            hidden, passing, rest = inputs[0], inputs[1 : known + 1], inputs[known + 1 :]
             values, routed = dict(zip(carried, rest, strict=False)), rest[len(carried) :]
             if self.number == part.start and routed:
                 routed = routed[0].unbind()
-        hidden, calls = part.begin(given, microbatch, hidden)
+        hidden, calls = part.begin(passing, microbatch, hidden)
         call = calls[self.number].filled(values)
         # 2. The layer.
         here: list[Tensor] = []
@@ -126,16 +128,16 @@ class Layer(MicrobatchBlock):
         routed = (*routed, *here)
         # 3. The outputs for the next layer or stage, or the model's own.
         if self.number < part.end - 1:
-            return (hidden, *given, *passed, *routed)
+            return (hidden, *passing, *passed, *routed)
         microbatch.memo.pop(part, None)
         if not self.is_last:
-            return (hidden, *given, *passed, *([torch.stack(routed)] if routed else []))
-        loss_fn = microbatch.given.loss_fn
+            return (hidden, *passing, *passed, *([torch.stack(routed)] if routed else []))
+        loss_fn = microbatch.objective.loss_fn
         if isinstance(loss_fn, LossOfModel):
-            named = part.named(given)
+            named = part.named(passing)
             return (loss_fn.compute(named, lambda arguments: part.shell.finish(arguments, hidden, routed)),)
         labels = microbatch.target[0] if microbatch.target else None
-        output = part.shell.finish(part.named(given) | ({} if labels is None else {"labels": labels}), hidden, routed)
+        output = part.shell.finish(part.named(passing) | ({} if labels is None else {"labels": labels}), hidden, routed)
         return (*(() if labels is None else (output.loss,)), output.logits)
 
 

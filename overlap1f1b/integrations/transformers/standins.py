@@ -141,6 +141,7 @@ class Ahead:
                 yield batch
 
     def _read(self, batches: Iterator[Inputs]) -> list[Inputs]:
+        """Read the next batches of the loader, as many as are played together or are left."""
         self.batches, self.steps, self._ended = [], {}, False
         for batch in batches:
             self.batches.append(batch)
@@ -209,8 +210,8 @@ class RestOfModel(nn.Module):
 
     def _versions(self) -> dict[str, int]:
         """Return how often each input was changed in place."""
-        given = {name: self.batch.get(name) for name in self.names}
-        return {name: 0 if value is None or value.is_inference() else value._version for name, value in given.items()}
+        tensors = {name: self.batch.get(name) for name in self.names}
+        return {name: 0 if value is None or value.is_inference() else value._version for name, value in tensors.items()}
 
     def _get_name(self) -> str:
         # Trainer asks for the class inside PEFT's model, but of PEFT's class alone.

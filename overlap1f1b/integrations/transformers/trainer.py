@@ -142,7 +142,7 @@ class Overlapped(Trainer):
 
     def _built(self) -> BuiltModel:
         """Return the split model and its engine; made again where ``model_init`` has made another model."""
-        if self._model_built is None or self.model not in (self._model_built.given, self._model_built.module):
+        if self._model_built is None or self.model not in (self._model_built.model, self._model_built.module):
             if self._model_built is not None:
                 self._model_built.engine.close()
             self._model_built = BuiltModel(self)
@@ -265,24 +265,27 @@ class Overlapped(Trainer):
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
                 "collator draw the same random numbers on all of them"
             )
-        given = {index: {name: batch.get(name) for name in names} for index, batch in batches.items()}
-        token = {name: None if value is None else _first(value) for name, value in next(iter(given.values())).items()}
-        part = split_batch([given.get(index, token) for index in range(count)], count, "inputs", names)
+        inputs = {index: {name: batch.get(name) for name in names} for index, batch in batches.items()}
+        token = {name: None if value is None else _first(value) for name, value in next(iter(inputs.values())).items()}
+        part = split_batch([inputs.get(index, token) for index in range(count)], count, "inputs", names)
         last = engine.program.placement.stages - 1
 
         def arguments_of(stage: int, index: int) -> dict[str, Any]:
             arguments: dict[str, Any] = {"inputs": part(index)} if stage == 0 else {}
             if stage == last:
-                loss = partial(self._loss, batches.get(index), partial(compute, index))
+                loss = partial(self._own_loss, batches.get(index), partial(compute, index))
                 arguments |= {"loss_fn": LossOfModel(loss), "loss_grad": scale}
             return arguments
 
         return Feed(arguments_of, dict.fromkeys(range(count), 1.0 / count), None)
 
-    def _loss(
+    def _own_loss(
         self, batch: Inputs | None, compute: Callable[[RestOfModel, Inputs], Tensor], named: Named, finish: Finish
     ) -> Tensor:
-        """Return the loss of a microbatch, computed by Trainer's own code; zero without a batch."""
+        """Return the loss of a microbatch, as :class:`LossOfModel` asks for it; zero without a batch.
+
+        ``compute`` is Trainer's own code. It calls a model: a stand-in, which runs the last part of it by ``finish``.
+        """
         if batch is None:
             return finish(named).logits.flatten()[:0].sum()
         built = self._built()
@@ -292,10 +295,10 @@ class Overlapped(Trainer):
                 output = finish(arguments)
             return output if self.accelerator.mixed_precision == "no" else convert_to_fp32(output)
 
-        rest = RestOfModel(built.given, built.names, batch, finished, type(self).__name__)
+        rest = RestOfModel(built.model, built.names, batch, finished, type(self).__name__)
         # No longer than the loss: callbacks copy and save the model, with what hangs on it. Losses also call its body.
         owner = next(iter(built.stages.values())).part.shell.owner
-        refusals = [module.register_forward_pre_hook(self._refuse_part) for module in (built.given, owner)]
+        refusals = [module.register_forward_pre_hook(self._refuse_part) for module in (built.model, owner)]
         plain = torch.autocast(self.args.device.type, enabled=False)  # Trainer's model alone has it
         try:
             with replaced([(vars(self), "_computing", True)]), plain:
@@ -336,6 +339,7 @@ class Overlapped(Trainer):
         return super().is_world_process_zero()
 
     def _figures(self, result: StepResult) -> dict[str, float]:
+        """Return what a step's line of the log says of tokens and of the exchange, over all ranks."""
         mesh = self.engine.mesh
         tokens, self._tokens = float(self._tokens), 0.0
         if not self.args.average_tokens_across_devices:  # they are this rank's
@@ -481,7 +485,7 @@ class _LogsOfLastStage(TrainerCallback):
 
 
 class BuiltModel:
-    """This rank's part of a trainer's model, the model ``given``, and the engine that plays it.
+    """This rank's part of a trainer's model, ``model``, and the engine that plays it.
 
     Attributes:
         parameters: Number of the whole model's parameters without embeddings.
@@ -497,7 +501,7 @@ class BuiltModel:
         program = parallel.program(trainer.args.gradient_accumulation_steps)
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
-        self.given = model
+        self.model = model
         self.parameters = model.num_parameters(exclude_embeddings=True)
         known = signature(type(base_of(model)).forward).parameters  # PEFT's model passes most on by **kwargs
         self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in known)

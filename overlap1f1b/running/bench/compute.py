@@ -91,6 +91,7 @@ class TimedCompute:
         return call
 
     def _switch(self, name: str, count: Callable[..., float], zeros: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an op that is counted and timed, or waits as long as it would take."""
         kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
         def call(*args: Any, **kwargs: Any) -> Any:

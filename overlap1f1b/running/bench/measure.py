@@ -62,8 +62,8 @@ class Bench:
 
     def __init__(self, options: BenchOptions, rank: Rank, say: Say) -> None:
         if rank.device.type != "cpu" and (options.wire is not None or options.compute == "timed"):
-            given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
-            raise ValueError(f"{given} on {rank.device.type}; allowed: on a CPU alone ({devices.VISIBLE}= hides GPUs)")
+            option = "--compute timed" if options.wire is None else f"--wire {options.wire}"
+            raise ValueError(f"{option} on {rank.device.type}; allowed: on a CPU alone ({devices.VISIBLE}= hides GPUs)")
         if options.memory is not None and options.compute == "timed":
             raise ValueError(
                 f"--memory {options.memory} with --compute timed, which computes no tensors; allowed: real"
@@ -177,8 +177,8 @@ class Bench:
             reduce=self.options.reduce,
         )
 
-    def _engine(self, program: Program, mesh: DeviceMesh | None, exchange: Exchange | None, **given: Any) -> Engine:
-        options = self.options.engine_options(parts=self.parts, block_weights=self.block_weights, **given)
+    def _engine(self, program: Program, mesh: DeviceMesh | None, exchange: Exchange | None, **fields: Any) -> Engine:
+        options = self.options.engine_options(parts=self.parts, block_weights=self.block_weights, **fields)
         return Engine(self.played, program, mesh=mesh, loss_fn=self.loss_fn, options=options, exchange=exchange)
 
     def step(self, player: Player) -> tuple[float, Any]:
@@ -199,6 +199,7 @@ class Bench:
         return time.perf_counter() - start
 
     def _computing(self) -> AbstractContextManager[None]:
+        """Return the context in which products wait for their measured time; none for real ones."""
         if self.options.compute == "real":
             return nullcontext()
         self.say(f"measuring compute, then {counted(self.options.rounds, 'round')}")
@@ -313,6 +314,7 @@ class Bench:
         return int(slowest(peak_bytes(self.rank.device, lambda: self.step(player)), self.rank))
 
     def _rows(self, samples: Mapping[str, Samples], bounds: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+        """Return the figures of each player, by its key."""
         tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
         steps = {key: median(samples[key].seconds) for key in self.players}
         first, rows = next(iter(steps.values())), {}

@@ -93,8 +93,8 @@ class TorchSchedule:
         self.first, self.last = 0 in held, placement.stages - 1 in held
         self.schedule = kind.schedule(stages if len(stages) > 1 else stages[0], options.microbatches, loss_fn)
         if kind.overlapped:
-            given = options.engine_options(parts=bench.parts, tries=0)
-            self.schedule = overlapped(self.schedule, mesh=rank.mesh, options=given, exchange=bench.recording)
+            engine_options = options.engine_options(parts=bench.parts, tries=0)
+            self.schedule = overlapped(self.schedule, mesh=rank.mesh, options=engine_options, exchange=bench.recording)
             while self.schedule.engine.tuner.settling:
                 bench.step(self)
             self.overlap = str(self.schedule.engine.plan.overlap)

@@ -134,6 +134,7 @@ class DualPipeV(Schedule):
 
 
 def _eight_steps(row: RankBuilder, half: int, depth: int, main: int, zero: PipeStage, one: PipeStage) -> list[Slot]:
+    """Return a rank's row: DualPipe's eight steps, over its two stages."""
     outer, inner = half - depth - 1, depth + 1
     for _ in range(2 * outer):
         row.add(Kind.F, zero)
@@ -188,6 +189,7 @@ class ZBV(Schedule):
 
 
 def _v_row(rank: int, ranks: int, microbatches: int) -> list[Slot]:
+    """Return a rank's row, with weight gradients where it would wait."""
     total = max(2 * ranks - 1, microbatches)
     down, up = (0, rank), (0, 2 * ranks - 1 - rank)
     row = RankBuilder()
