@@ -2,6 +2,8 @@
 
     python benchmarks/optimum.py                  # at most 5 s of the solver a row
     python benchmarks/optimum.py --seconds 120    # more rows are proven
+    python benchmarks/optimum.py --bytes          # the fewest bytes of orders that are as fast within 0.5 %
+    python benchmarks/optimum.py --only pipelines --rows 8 12    # some of them
 
 Experts : attention 4 : 3, input and weight gradients as long as the forward each, both exchanges alike; ``ratio`` is
 exchange over compute, ``live`` the limit of live microbatches on a rank. The solver starts from the compiled order.
@@ -14,14 +16,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from overlap1f1b.plan import BlockShape, NodeCosts, compile, pipeline_bound
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.plan import BlockShape, NodeCosts, compile, fastest, pipeline_bound
+from overlap1f1b.plan.compiler import NO_SLOWER
+from overlap1f1b.schedule import Program, build_schedule
+from tests.plan.cases import table_bytes
 from tests.plan.optimum import optimum
 
 MOE, DENSE = BlockShape(1), BlockShape(0)
@@ -77,10 +82,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--bytes", action="store_true")
+    parser.add_argument("--only", choices=GROUPS)
+    parser.add_argument("--rows", type=int, nargs=2, default=(0, None), metavar=("FIRST", "END"))
     given = parser.parse_args()
+    measured = measure_bytes if given.bytes else measure
     for name, rows in GROUPS.items():
+        if given.only not in (None, name) or (given.bytes and name == "one rank, other blocks"):
+            continue
         print(f"{name}\nranks layers          microbatches ratio live   compiled       best      bound     gap")
-        gaps = [measure(row, given.seconds, given.workers) for row in rows]
+        gaps = [measured(row, given.seconds, given.workers) for row in rows[slice(*given.rows)]]
         print(f"gap: median {median(gaps):.2%}, largest {max(gaps):.2%}; {_over(gaps)} of {len(gaps)} over 1 %\n")
 
 
@@ -89,23 +100,45 @@ def _over(gaps: Sequence[float]) -> int:
 
 
 def measure(row: Row, seconds: float, workers: int) -> float:
-    """Print one row; return the gap."""
-    ranks, what, blocks, microbatches, ratio, live = row
-    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25 * ratio, dense=7).in_parts(blocks[0].parts)
-    extra = {} if ranks > 1 else {"extra_warmup": max(0, (live or microbatches) - 2)}
-    program = build_schedule("combined_1f1b", ranks=ranks, microbatches=microbatches, **extra)
-    plan = compile(program, blocks, costs, 3)
-    best, least = plan.predicted, pipeline_bound(program.placement, microbatches, blocks, costs)
+    """Print the times of one row; return the gap."""
+    program, costs = _step(row)
+    plan = compile(program, row.blocks, costs, 3)
+    best, least = plan.predicted, pipeline_bound(program.placement, row.microbatches, row.blocks, costs)
     if best > least:
         limits = {"live": program.peak_activations, "known": plan.ranks}
-        found = optimum(program.placement, microbatches, blocks, costs, seconds=seconds, workers=workers, **limits)
-        best, least = min(best, found.time), max(least, found.bound)
+        found = optimum(
+            program.placement, row.microbatches, row.blocks, costs, seconds=seconds, workers=workers, **limits
+        )
+        best, least = min(best, found.value), max(least, found.bound)
+    return _told(row, plan.predicted, best, least)
+
+
+def measure_bytes(row: Row, seconds: float, workers: int) -> float:
+    """Print the bytes of one row; return the gap."""
+    program, costs = _step(row)
+    costs = replace(costs, bytes=table_bytes(row.ranks, len(row.blocks)))
+    plan, *others = fastest(program, row.blocks, costs, 3)
+    limits = {"live": program.peak_activations, "known": plan.ranks}
+    limits["within"] = NO_SLOWER * min(one.predicted for one in (plan, *others))
+    found = optimum(program.placement, row.microbatches, row.blocks, costs, seconds=seconds, workers=workers, **limits)
+    return _told(row, plan.memory(), min(plan.memory(), found.value), found.bound)
+
+
+def _step(row: Row) -> tuple[Program, NodeCosts]:
+    parts, exchange = row.blocks[0].parts, 5.25 * row.ratio
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=exchange, dense=7).in_parts(parts)
+    extra = {} if row.ranks > 1 else {"extra_warmup": max(0, (row.live or row.microbatches) - 2)}
+    return build_schedule("combined_1f1b", ranks=row.ranks, microbatches=row.microbatches, **extra), costs
+
+
+def _told(row: Row, compiled: float, best: float, least: float) -> float:
+    ranks, what, _, microbatches, ratio, live = row
     print(
-        f"{ranks:5} {what:15} {microbatches:12} {ratio:5} {live or '-':>4} {plan.predicted:10g} {best:10g} "
-        f"{least:10.6g}{'=' if best == least else ' '} {plan.predicted / best - 1:7.2%}",
+        f"{ranks:5} {what:15} {microbatches:12} {ratio:5} {live or '-':>4} {compiled:10g} {best:10g} "
+        f"{least:10.6g}{'=' if best == least else ' '} {compiled / best - 1:7.2%}",
         flush=True,
     )
-    return plan.predicted / best - 1
+    return compiled / best - 1
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ the same on all ranks.
 In every round each beginning becomes longer by one node::
 
     1. find the lane on which a next node can end first                        (Giffler and Thompson's active schedules)
-    2. each node that this lane could begin before that makes a longer beginning; of weight gradients the oldest does
+    2. each node that this lane could begin before that makes a longer beginning; of weight gradients the oldest does;
+       one for which a rank has no room waits
     3. the ``width`` longer ones stay whose bounds are the smallest: no step that begins so ends earlier
     4. of those that have played the same nodes, only the few stay that no other is ahead of
 """
@@ -38,6 +39,7 @@ class _Beginning(NamedTuple):
         bound: Lower bound of the step.
         idle: Time in which lanes were idle.
         played: A number for the nodes that are played, whatever their order.
+        held: Bytes on each rank.
         free: Times from which on lanes are free.
         left: Time that each lane still has to do.
         ready: Nodes that may be next, each with the time from which on, in the order in which they became so.
@@ -49,6 +51,7 @@ class _Beginning(NamedTuple):
     bound: float
     idle: float
     played: int
+    held: tuple[float, ...]
     free: tuple[float, ...]
     left: tuple[float, ...]
     ready: dict[int, float]
@@ -63,10 +66,16 @@ _Longer = tuple[float, float, int, _Beginning, int, float]
 
 
 class Beam:
-    """A beam search over the orders that keep all rules."""
+    """A beam search over the orders that keep all rules.
 
-    def __init__(self, needs: Precedence) -> None:
-        self.needs, self.times, self.lanes = needs, needs.times, needs.lanes
+    Args:
+        needs: Nodes of the step, and their rules.
+        rooms: Most bytes that each rank may hold, by what the nodes hold; any number if it is empty.
+    """
+
+    def __init__(self, needs: Precedence, rooms: Sequence[float] = ()) -> None:
+        self.needs, self.times, self.lanes, self.rooms = needs, needs.times, needs.lanes, rooms
+        self.ranks = [needs.rank_of[lane] for lane in needs.lanes]
         self.counts = list(map(len, needs.before))
         self.weights = [node.kind is Kind.W for node in needs.nodes]
         self.again = [node.op in RECOMPUTES for node in needs.nodes]
@@ -86,7 +95,8 @@ class Beam:
         """
         played, ready = 0, {node: 0.0 for node, count in enumerate(self.counts) if not count}
         free = (0.0,) * len(self.needs.loads)
-        stay = [_Beginning(self.needs.bound, 0.0, 0, free, tuple(self.needs.loads), ready, {})]
+        held = (0.0,) * (max(self.ranks) + 1)
+        stay = [_Beginning(self.needs.bound, 0.0, 0, held, free, tuple(self.needs.loads), ready, {})]
         for node, start in begun:
             if node not in stay[0].ready:  # it starts with one that it needs
                 break
@@ -122,19 +132,26 @@ class Beam:
 
     def _lengthen(self, one: _Beginning, longer: list[_Longer], weight: float, limit: float) -> None:
         """Add the longer beginnings: with each next node of the lane on which one can end first."""
-        times, lanes, free, weights = self.times, self.lanes, one.free, self.weights
-        first, lane = _FOREVER, -1
+        times, lanes, free, weights, coming = self.times, self.lanes, one.free, self.weights, one.ready
+        if self.rooms:
+            most, ranks = self.needs.most, self.ranks
+            spare = [room - held for room, held in zip(self.rooms, one.held, strict=True)]
+            coming = {node: start for node, start in coming.items() if most[node] <= spare[ranks[node]]}
         # Waiting weight gradients hold activations, so they come before what is computed again.
-        waits = {lanes[node] for node in one.ready if weights[node]} if True in self.again else ()
-        for node, start in one.ready.items():
+        if waits := {lanes[node] for node in coming if weights[node]} if True in self.again else ():
+            coming = {node: start for node, start in coming.items() if not (self.again[node] and lanes[node] in waits)}
+        first, lane = _FOREVER, -1
+        for node, start in coming.items():
             on = lanes[node]
             end = (start if start > free[on] else free[on]) + times[node]
-            if end < first and not (waits and self.again[node] and on in waits):
+            if end < first:
                 first, lane = end, on
+        if lane < 0:
+            return
         weighted, since, rest = False, free[lane], one.left[lane]
         behind = self.needs.rest[lane]
-        for node, ready in one.ready.items():
-            if lanes[node] != lane or (waits and self.again[node] and lane in waits):
+        for node, ready in coming.items():
+            if lanes[node] != lane:
                 continue
             start, time = (ready if ready > since else since), times[node]
             if start < first or start + time == first:
@@ -147,7 +164,7 @@ class Beam:
                 weighted |= weights[node]
 
     def _longer(self, one: _Beginning, bound: float, played: int, node: int, start: float) -> _Beginning:
-        _, idle, _, free, left, ready, partly, *_ = one
+        _, idle, _, held, free, left, ready, partly, *_ = one
         lane, counts = self.lanes[node], self.counts
         end = start + self.times[node]
         ready, changed = ready.copy(), False
@@ -168,7 +185,10 @@ class Beam:
         idle += start - free[lane]
         free = (*free[:lane], end, *free[lane + 1 :])
         left = (*left[:lane], left[lane] - self.times[node], *left[lane + 1 :])
-        return _Beginning(bound, idle, played, free, left, ready, partly, one, node, start)
+        if self.rooms:
+            rank = self.ranks[node]
+            held = (*held[:rank], held[rank] + self.needs.kept[node], *held[rank + 1 :])
+        return _Beginning(bound, idle, played, held, free, left, ready, partly, one, node, start)
 
 
 def _is_ahead(one: _Beginning, other: _Beginning) -> bool:

@@ -4,7 +4,7 @@
 
     1. the fixed orders, and one of list scheduling for every number of open actions and every policy
     2. where the schedule leaves the order open, and the budget lasts: a faster one, by a beam and by an improvement
-    3. with that, of the orders that are nearly as fast the one with the fewest microbatches alive, by bisection
+    3. with that, nearly as fast ones that hold less: by beams in less and less room, and by an improvement
 
 All of them use one budget of scheduled nodes, so the same arguments give the same plan. Large steps end at 1.
 """
@@ -12,7 +12,7 @@ All of them use one budget of scheduled nodes, so the same arguments give the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from operator import attrgetter
@@ -22,7 +22,7 @@ from overlap1f1b.plan.budget import Budget
 from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.justification import justified
+from overlap1f1b.plan.justification import justified, lightened
 from overlap1f1b.plan.node import OF_PARAMETERS, Node, Resource
 from overlap1f1b.plan.offload import leaving
 from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_gathers, with_reductions
@@ -50,8 +50,8 @@ NEAR = 1.1
 WIDTH, LEAST_WIDTH = 100, 8
 """Most beginnings that go on side by side in a beam, and the fewest for which it is worth it."""
 
-BEAMS, IMPROVED, LIGHTER = 0.5, 0.2, 0.2
-"""Most shares of the budget for beams, for the improvement and for lighter orders; policies may use all of it."""
+BEAMS, IMPROVED = 0.5, 0.2
+"""Most shares of the budget for beams and for the improvement; policies may use all of it."""
 
 TRIED = ((0.0, True), (0.05, False))
 """Tried settings of a beam: the weight of idle time, and whether few microbatches are alive: no more than two beyond
@@ -62,6 +62,10 @@ AGAIN = (0.15, 0.3, 0.5, 0.7)
 
 NO_SLOWER = 1.005
 """Of orders that take at most this multiple of the fastest, the one that holds the fewest bytes is played."""
+
+ROOMS, LIGHTER = 8, 0.25
+"""Rooms in which a beam looks for a lighter order, from that of one microbatch to what the lightest so far holds; and
+the share of what is left of the budget that a beam may use: where there is too little room it ends early."""
 
 RETRIED = 6
 """One of so many policies, the best, is tried once more for a host whose launches cost time."""
@@ -129,30 +133,24 @@ def fastest(
     budget = Budget(progress=progress) if budget is None else budget
     tries = _Tries(program, Chains(program.placement, shape), costs, overlap, counts_block, rooms, budget)
     tries.schedule(progress)
-    scheduled = min(tries.best.values(), key=_time, default=None)  # of equals the simplest
     if program.open and isinstance(overlap, int) and overlap >= SEARCHED_FROM:
         tries.search()
     if tries.leaves:
         for plan in leaving(tries.played, costs, rooms, every=every, counts_block=counts_block, progress=progress):
             tries.keep(plan)
-    ordered = sorted(tries.best.values(), key=_time)
-    if scheduled:
-        slower = NO_SLOWER if costs.bytes else 1.0  # without bytes less is only counted
-        limit = max(ordered[0].predicted, min(slower * ordered[0].predicted, scheduled.predicted))
-        first = min(filter(lambda plan: plan.predicted <= limit, ordered), key=Plan.memory)
-        ordered = [first, *(plan for plan in ordered if plan is not first)]
-    return [replace(plan, ranks=receiving_in_order(plan.ranks, tries.chains)) for plan in ordered]
+    return [replace(plan, ranks=receiving_in_order(plan.ranks, tries.chains)) for plan in tries.ordered()]
 
 
 def improved(plan: Plan, costs: NodeCosts, *, counts_block: bool, budget: Budget) -> Plan:
-    """Return the plan of an order that leaves no less room for others, or a faster one within its limits of memory."""
+    """Return the plan of an order that leaves no less room for others, or a better one within its limits of memory."""
     chains = Chains(plan.program.placement, plan.shapes)
     tries = _Tries(plan.program, chains, costs, plan.overlap, counts_block, (), budget)
     ranks = [[node for node in nodes if node.op not in OF_PARAMETERS] for nodes in plan.ranks]
     played = play_ranks(ranks, plan.program.placement, tries.free)
     tries.listed = max(span.end for spans in played for span in spans), ranks
+    tries.best[plan.order], tries.scheduled = plan, plan.predicted
     tries.search()
-    return min([plan, *tries.best.values(), *tries.played], key=_time)
+    return tries.ordered()[0]
 
 
 class _Tries:
@@ -171,9 +169,12 @@ class _Tries:
         self.program, self.chains, self.costs, self.overlap = program, chains, costs, overlap
         self.counts_block, self.rooms, self.budget = counts_block, rooms, budget
         self.free = replace(costs, launch={})
+        self.slower = NO_SLOWER if costs.bytes else 1.0  # without bytes less is only counted
         self.best: dict[str, Plan] = {}
         self.played: list[Plan] = []
         """All plans whose activations are yet to leave to host memory."""
+        self.scheduled = math.inf
+        """Time of the fastest plan before a search; no slower one is played."""
         self.listed: tuple[float, list[list[Node]]] = math.inf, []
         """The fastest order of list scheduling, and its time for a host that is always ahead."""
         blocks = [block for blocks in chains.shapes for block in blocks]
@@ -183,9 +184,9 @@ class _Tries:
         self.replayed = bool(costs.launch or costs.shared_links or added)
         """Whether the time of a schedule is not the plan's."""
 
-    def add(self, order: str, candidate: Sequence[list[Node]], end: float | None = None) -> float:
-        """Play an order that may have taken until an end as it was scheduled; return the time of its fastest plan."""
-        ranks, least = [with_reductions(rank, self.chains) for rank in candidate], math.inf
+    def add(self, order: str, candidate: Sequence[list[Node]], end: float | None = None) -> Plan:
+        """Play an order that may have taken until an end as it was scheduled; return its fastest plan."""
+        ranks, found = [with_reductions(rank, self.chains) for rank in candidate], list[Plan]()
         for at_once in self.gathered:
             nodes = tuple(tuple(with_gathers(rank, self.chains, at_once)) for rank in ranks)
             if self.costs.launch:  # then a receive takes time of the host, so its place counts
@@ -195,11 +196,11 @@ class _Tries:
                 end = max((span.end for rank in played for span in rank), default=0.0)
             peak = self.costs.peak_bytes(nodes)
             plan = Plan(self.program, self.overlap, order, self.chains.shapes, nodes, end, peak)
-            least = min(least, end)
-            self.played += [plan] if self.leaves else []
+            found.append(plan)
             if not self.leaves:
                 self.keep(plan)
-        return least
+        self.played += found if self.leaves else []
+        return min(found, key=_time)
 
     def keep(self, plan: Plan) -> None:
         """Keep a plan that is the fastest of its name."""
@@ -207,6 +208,20 @@ class _Tries:
             plan.order in self.best and self.best[plan.order].predicted <= plan.predicted
         ):
             self.best[plan.order] = plan
+
+    def ordered(self) -> list[Plan]:
+        """Return the plans, the fastest first, but for the one that is played: of those as fast it holds the least."""
+        ordered = sorted(self.best.values(), key=_time)  # of equals the simplest
+        if self.scheduled < math.inf:
+            limit = self.limit(ordered)
+            first = min((plan for plan in ordered if plan.predicted <= limit), key=Plan.memory)
+            ordered = [first, *(plan for plan in ordered if plan is not first)]
+        return ordered
+
+    def limit(self, plans: Iterable[Plan]) -> float:
+        """Return the time of a plan that is as fast as the fastest of several."""
+        fastest = min(map(_time, plans))
+        return max(fastest, min(self.slower * fastest, self.scheduled))
 
     def schedule(self, progress: Callable[[float], None]) -> None:
         """Add the fixed orders, and those of list scheduling."""
@@ -239,10 +254,11 @@ class _Tries:
                 if end < self.listed[0] * (1 - ROUNDING):
                     self.listed = end, ranks
                 if end < math.inf:
-                    ends.append((self.add(order, ranks, end), policy))
+                    ends.append((self.add(order, ranks, end).predicted, policy))
         if self.counts_block and self.costs.launch:
             for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
                 self.add(f"k={policy.open_actions}", schedule_ranks(program, chains, self.costs, policy)[0])
+        self.scheduled = min(map(_time, self.best.values()), default=math.inf)
 
     def search(self) -> None:
         """Add a faster order than that of list scheduling, if one is found, and as fast ones that hold less."""
@@ -259,9 +275,7 @@ class _Tries:
         ]
         needs = Precedence(chains, self.free, ranks, peaks, late)
         fewer = needs if few == list(peaks) else Precedence(chains, self.free, ranks, few, late)
-        spans = [span for spans in play_ranks(ranks, program.placement, self.free) for span in spans]
-        begins = {span.node: span.start for span in spans}
-        best = end, [begins[node] for node in needs.nodes]
+        best = end, needs.starts(ranks)
         for share, (idle, lives_few) in product((0.0, *AGAIN), TRIED):
             if best[0] > needs.bound * (1 + 1e-9):
                 begun = needs.in_order(best[1])[: int(share * len(best[1]))]
@@ -271,23 +285,30 @@ class _Tries:
         best = min(best, justified(needs, best[1], budget, budget.share(IMPROVED)))
         if best[0] < end:
             self.add(f"k={self.overlap}", needs.issued(best[1], counts_block=self.counts_block))
-        limit = min(NO_SLOWER * best[0], end)
-        less, most = 0, max(peaks) - max(least)
-        width = min(width, int(budget.share(LIGHTER) / (size * (most.bit_length() + 1))))
+        self.lighten(needs)
 
-        def lighter(less: int, late: int) -> bool:
-            """Try for an order that is as fast with fewer microbatches alive."""
-            live = [max(few, peak - less) for few, peak in zip(least, peaks, strict=True)]
-            lighter = Precedence(chains, self.free, ranks, live, late)
-            if lighter.bound > limit or not width:
-                return False
-            end, starts = Beam(lighter).run(width, 0.0, limit, budget)
+    def lighten(self, needs: Precedence) -> None:
+        """Add orders that hold less than the lightest of those that are as fast, and are as fast, too."""
+        plans = self.played or list(self.best.values())
+        if not plans:  # none keeps within the rooms
+            return
+        fast = self.limit(plans) * (1 + ROUNDING)
+        light = min((plan for plan in plans if plan.predicted <= fast), key=Plan.memory)
+        ranks = [[node for node in nodes if node.op not in OF_PARAMETERS] for nodes in light.ranks]
+        starts = needs.starts(ranks, counts_block=self.counts_block)
+        limit = max(map(sum, zip(starts, needs.times, strict=True))) * fast / (light.predicted or 1.0)
+        serials = [list(serial(self.program.actions(rank), self.chains)) for rank in range(len(light.ranks))]
+        alone = [[node for node in nodes if not node.microbatch] for nodes in serials]
+        least, most = max(self.costs.peak_bytes(alone), default=1.0), light.memory()
+        rooms = [least + share / ROOMS * (most - least) for share in range(ROOMS + 1)]
+        for room in rooms if self.costs.bytes else dict.fromkeys(map(math.floor, rooms)):
+            width = min(WIDTH, int(LIGHTER * self.budget.left / (KEPT * len(needs.nodes))))
+            if width < LEAST_WIDTH:
+                break
+            end, found = Beam(needs, [room] * len(serials)).run(width, 0.0, limit, self.budget)
             if end <= limit:
-                name = f"k={self.overlap}, {max(live)} live" + ("" if late else ", none late")
-                self.add(name, lighter.issued(starts, counts_block=self.counts_block))
-            return end <= limit
-
-        while less < most:
-            middle = (less + most + 1) // 2
-            less, most = (middle, most) if lighter(middle, late) else (less, middle - 1)
-        lighter(less, 0)
+                starts = found
+                self.add(f"k={self.overlap}", needs.issued(starts, counts_block=self.counts_block))  # perhaps faster
+                break
+        starts = lightened(needs, starts, limit, self.budget, self.budget.left)
+        self.add(f"k={self.overlap}, lighter", needs.issued(starts, counts_block=self.counts_block))

@@ -1,7 +1,8 @@
-"""Improvement of an order: nodes change places on a critical path, and steps are packed to the left and to the right.
+"""Improvement of an order: nodes change places, and steps are packed to the left and to the right.
 
 Contract: :func:`justified` returns times at which nodes start, by which no node breaks a rule and the step does not
-take longer. The result depends on the arguments alone.
+take longer; :func:`lightened` those by which ranks hold less in as much time. The result depends on the arguments
+alone.
 
 A step is given by a key of every node. It is packed to the left::
 
@@ -10,21 +11,24 @@ A step is given by a key of every node. It is packed to the left::
 
 Packed to the right, the same begins at the end. Each round::
 
-    1. find a critical path, and on it nodes that wait for the one before on their lane alone; let one of them pass
-    2. pack to the left, and in some rounds to the right and to the left again
-    3. go on from there, if the step takes no longer than the one of ``LATE`` rounds ago           (late acceptance)
+    1. for time: find a critical path, and on it nodes that wait for the one before on their lane alone; let one pass
+       for memory: where a rank holds the most, let a forward come later, or what frees memory earlier
+    2. pack to the left; for time in some rounds to the right and to the left again
+    3. go on from there, if the step is no worse than the one of ``LATE`` rounds ago           (late acceptance)
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from operator import itemgetter
 from random import Random
+from typing import Any
 
 from overlap1f1b.plan.budget import Budget
+from overlap1f1b.plan.node import RESOURCE_OF, Resource
 from overlap1f1b.plan.precedence import Lags, Precedence, Step
+from overlap1f1b.schedule import Kind
 
 LATE = 200
 ROUNDS = 2000
@@ -35,8 +39,26 @@ PACKED = 0.1
 """Share of the rounds in which a step that is not faster is packed to the right and to the left again."""
 SHAKEN, MOVED = 0.3, 0.1
 """Share of the rounds in which keys change at random, and of the keys that do."""
+NEAR, BEHIND = 24, 12
+"""Nodes before the most that a rank holds that may come later, and of those behind it that may come earlier."""
+MEAN = 0.02
+"""Weight of the mean that is held, beside the most."""
 
-_time = itemgetter(0)
+_State = tuple[Any, ...]
+"""A value, the smaller the better; the starts of all nodes; and what a change has to know."""
+
+
+def _improved(now: Any, changed: Callable[[Any], tuple[Any, int]], rounds: int, least: float) -> Any:
+    """Return the best state of so many rounds; ``changed`` returns another one, and how many it has used."""
+    best, late = now, list[float]()
+    while rounds > 0 and best[0] > least:
+        tried, used = changed(now)
+        rounds -= used
+        if tried[0] <= max(now[0], late[0] if len(late) == LATE else now[0]):
+            now = tried
+        late = [*late[-LATE + 1 :], now[0]]
+        best = now if now[0] < best[0] else best
+    return best
 
 
 def justified(needs: Precedence, starts: Sequence[float], budget: Budget, nodes: float) -> Step:
@@ -48,12 +70,10 @@ def justified(needs: Precedence, starts: Sequence[float], budget: Budget, nodes:
         budget: Of all searches.
         nodes: How much of it may be used.
     """
-    draw, late, cost = Random(0), list[float](), max(1, len(starts)) * PLACED
-    rounds = min(ROUNDS, int(nodes / cost))
-    budget.spend(cost)
-    best = now = _packed(needs, starts)
+    draw, cost = Random(0), max(1, len(starts)) * PLACED
     width = sum(needs.times) / max(1, len(starts))
-    while rounds > 0 and best[0] > needs.bound * (1 + 1e-9):
+
+    def changed(now: Step) -> tuple[Step, int]:
         keys, waits = list(now[1]), _critical(needs, now, draw)
         for _ in range(draw.choice((1, 1, 2)) if waits else 0):
             before, node = draw.choice(waits)
@@ -63,18 +83,83 @@ def justified(needs: Precedence, starts: Sequence[float], budget: Budget, nodes:
         if not waits or draw.random() < SHAKEN:
             amount = width * draw.choice((1, 4))
             keys = [key + draw.gauss(0, amount) if draw.random() < MOVED else key for key in keys]
-        tried = _packed(needs, keys)
-        used = 1
+        tried, used = _packed(needs, keys), 1
         if tried[0] < now[0] or draw.random() < PACKED:
-            tried = min(_packed(needs, _packed_right(needs, tried[1])), tried, key=_time)
-            used = 3
-        rounds -= used
+            again = _packed(needs, _packed_right(needs, tried[1]))
+            tried, used = again if again[0] <= tried[0] else tried, 3
         budget.spend(used * cost)
-        if tried[0] <= max(now[0], late[0] if len(late) == LATE else now[0]):
-            now = tried
-        late = [*late[-LATE + 1 :], now[0]]
-        best = min(best, now, key=_time)
-    return best
+        return tried, used
+
+    budget.spend(cost)
+    found: Step = _improved(_packed(needs, starts), changed, min(ROUNDS, int(nodes / cost)), needs.bound * (1 + 1e-9))
+    return found
+
+
+def lightened(needs: Precedence, starts: Sequence[float], limit: float, budget: Budget, nodes: float) -> list[float]:
+    """Return starts by which no rank holds more than by the given ones, and a step takes no longer than a limit.
+
+    Forwards come no earlier than they did, unless they are moved; all else comes as early as it may.
+
+    Args:
+        needs: Nodes of the step, with what they hold.
+        starts: When they start in some order that keeps all rules and the limit.
+        limit: Time of the step.
+        budget: Of all searches.
+        nodes: How much of it may be used.
+    """
+    draw, cost = Random(0), max(1, len(starts)) * PLACED
+    width = sum(needs.times) / max(1, len(starts))
+    computes = [list[int]() for _ in range(max(needs.rank_of) + 1)]
+    for node in needs.order:  # of nodes that start together the first stays the first
+        if RESOURCE_OF[needs.nodes[node].op] is Resource.COMPUTE:
+            computes[needs.rank_of[needs.lanes[node]]].append(node)
+    forwards = [node for nodes in computes for node in nodes if needs.nodes[node].kind is Kind.F]
+
+    def state(end: float, starts: Sequence[float]) -> _State:
+        """Return what is held, the starts, and the order of the rank that holds the most, with the position of that."""
+        if end > limit:
+            return float("inf"), starts, [], 0
+        most, total, found, at = -1.0, 0.0, list[int](), 0
+        for these in computes:
+            level, order = 0.0, sorted(these, key=lambda node: (starts[node], needs.times[node] > 0))
+            for place, node in enumerate(order):
+                now, level = level + needs.most[node], level + needs.kept[node]
+                total += now
+                if now > most:
+                    most, found, at = now, order, place
+        return most + MEAN * total / max(1, len(starts)), starts, found, at
+
+    def changed(now: _State) -> tuple[_State, int]:
+        _, starts, order, at = now
+        keys, since = list(starts), [0.0] * len(starts)
+        for node in forwards:
+            since[node] = starts[node]
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            what = draw.random()
+            early = [node for node in order[: at + 1] if needs.nodes[node].kind is Kind.F][-NEAR:]
+            frees = [node for node in order[at:] if needs.kept[node] < 0][:BEHIND]
+            if what < 0.5 and early:
+                moved, to = draw.choice(early), order[min(len(order) - 1, at + draw.choice((0, 1, 1, 2, 4)))]
+                until, chain = starts[to] + draw.choice((0.0, needs.times[to])), needs.nodes[moved].chain
+                for node in order:
+                    if needs.nodes[node].chain == chain and starts[moved] <= starts[node] < until:
+                        keys[node], since[node] = until, until if node == moved else 0.0
+            elif what < 0.8 and frees:
+                keys[draw.choice(frees)] = starts[order[max(0, at - draw.choice((0, 1, 2, 4)))]] - 1e-6
+            else:
+                moved = draw.randrange(len(starts))
+                keys[moved], since[moved] = keys[moved] - width * draw.random() * draw.choice((1, 4)), 0.0
+        budget.spend(cost)
+        return state(*_packed(needs, keys, since)), 1
+
+    ends = max(map(sum, zip(starts, needs.times, strict=True)))
+    late = [start + limit - ends for start in _packed_right(needs, starts)]
+    since = [0.0] * len(starts)
+    for node in forwards:
+        since[node] = late[node]
+    keys = [max(start, at) for start, at in zip(starts, since, strict=True)]
+    now = min(state(limit, starts), state(*_packed(needs, keys, since)), key=lambda one: one[0])
+    return list(_improved(now, changed, min(ROUNDS, int(nodes / cost)), 0.0)[1])
 
 
 def _packed_right(needs: Precedence, starts: Sequence[float]) -> list[float]:
@@ -84,15 +169,22 @@ def _packed_right(needs: Precedence, starts: Sequence[float]) -> list[float]:
     return [last - start - time for start, time in zip(back, needs.times, strict=True)]
 
 
-def _packed(needs: Precedence, keys: Sequence[float]) -> Step:
-    return _placed(keys, needs, needs.before, needs.behind)
+def _packed(needs: Precedence, keys: Sequence[float], since: Sequence[float] = ()) -> Step:
+    """Return a step by keys, whose nodes start no earlier than ``since``."""
+    return _placed(keys, needs, needs.before, needs.behind, since)
 
 
-def _placed(keys: Sequence[float], needs: Precedence, before: Sequence[Lags], behind: Sequence[Lags]) -> Step:
+def _placed(
+    keys: Sequence[float],
+    needs: Precedence,
+    before: Sequence[Lags],
+    behind: Sequence[Lags],
+    since: Sequence[float] = (),
+) -> Step:
     times, lanes, left = needs.times, needs.lanes, list(map(len, before))
     heap = [(key, node) for node, key in enumerate(keys) if not left[node]]
     heapify(heap)
-    ready, starts, last = [0.0] * len(keys), [0.0] * len(keys), 0.0
+    ready, starts, last = list(since) or [0.0] * len(keys), [0.0] * len(keys), 0.0
     busy: list[tuple[list[float], list[float]]] = [([], []) for _ in needs.rank_of]  # begins and ends on each lane
     while heap:
         node = heappop(heap)[1]
@@ -110,8 +202,8 @@ def _placed(keys: Sequence[float], needs: Precedence, before: Sequence[Lags], be
         starts[node] = start
         last = end if end > last else last
         for other, lag in behind[node]:
-            since = end + lag
-            ready[other] = since if since > ready[other] else ready[other]
+            soon = end + lag
+            ready[other] = soon if soon > ready[other] else ready[other]
             left[other] -= 1
             if not left[other]:
                 heappush(heap, (keys[other], other))

@@ -126,26 +126,6 @@ def receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple
     return tuple(ordered)
 
 
-def launched_early(nodes: Iterable[Node]) -> list[Node]:
-    """Put every exchange of rows right behind what it needs; exchanges keep their order, and so does all else.
-
-    A link that is free earlier than expected then has its next exchange at once.
-    """
-    places: list[tuple[int, bool, int, Node]] = []
-    begun: dict[tuple[int, int, int, Kind], int] = {}  # position of the last other node of each chain
-    latest = -1
-    for at, node in enumerate(nodes):
-        chain = node.pipe, node.stage, node.microbatch, node.kind
-        if node.op in (Op.DISPATCH, Op.COMBINE):
-            latest = max(latest, begun.get(chain, -1))
-            places.append((latest, True, at, node))
-        else:
-            if node.op is not Op.RECEIVE:
-                begun[chain] = at
-            places.append((at, False, at, node))
-    return [node for *_, node in sorted(places)]
-
-
 def _layers(action: Action, chains: Chains) -> list[tuple[Node, ...]]:
     """Split an action's chain into parts of one exchange round trip; dense blocks join the part beside them."""
     chain = chains.of(action)

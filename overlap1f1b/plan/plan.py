@@ -31,7 +31,7 @@ class Plan:
     Args:
         program: The program that the plan carries out.
         overlap: The setting for which it was compiled.
-        order: Name of the fastest candidate: ``serial``, ``pairs`` or ``k=…``.
+        order: Name of the candidate: ``serial``, ``pairs``, ``k=…``, or ``k=…, lighter``, which was found to hold less.
         shapes: Blocks of each stage.
         ranks: ``ranks[r]`` has every node of the step on rank ``r``, in issue order.
         predicted: Makespan by the costs of the compilation, in their unit.

@@ -7,7 +7,8 @@ from heapq import heappop, heappush, heapreplace
 from itertools import pairwise
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.plan.clock import play_ranks
+from overlap1f1b.plan.costs import CostKey, Held, NodeCosts, cost_key
 from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, awaited_by, peer_of
 from overlap1f1b.plan.plan import microbatch_of
 from overlap1f1b.schedule import Action, Kind
@@ -46,6 +47,8 @@ class Precedence:
         tails: Least time from the begin of each node to the end of the step.
         loads: Time that each lane has to do.
         rest: Least time from the end of each lane's last node to the end of the step.
+        kept: Bytes that a rank holds more when a node has ended than before, with what is launched behind it.
+        most: Bytes that it holds more at once.
         bound: No order of the nodes takes less.
     """
 
@@ -57,7 +60,7 @@ class Precedence:
         live: Sequence[int] = (),
         late: int = 0,
     ) -> None:
-        self.chains = chains
+        self.chains, self.costs = chains, costs
         self.nodes = [node for nodes in ranks for node in nodes if node.op is not Op.RECEIVE]
         self.times = list(map(costs, self.nodes))
         self.number = {node: number for number, node in enumerate(self.nodes)}
@@ -97,12 +100,32 @@ class Precedence:
         for number, lane in enumerate(self.lanes):
             self.loads[lane] += self.times[number]
             self.rest[lane] = min(self.rest[lane], self.tails[number] - self.times[number])
+        self._hold()
         self.bound = max([*self.tails, *map(self.lane_bound, range(len(self.rank_of)))])
 
     def lane_bound(self, lane: int) -> float:
         """Return the least end of a step by one lane, whose nodes keep their heads and tails and may be interrupted."""
         own = [node for node, its in enumerate(self.lanes) if its == lane]
         return interrupted((self.heads[node], self.times[node], self.tails[node] - self.times[node]) for node in own)
+
+    def _hold(self) -> None:
+        """Note what nodes hold; if nobody has counted, (stage, microbatch) with activations are."""
+        self.kept, self.most = [0.0] * len(self.times), [0.0] * len(self.times)
+        places, begun = dict[object, list[int]](), set[CostKey]()
+        for number in self.order:  # microbatches pass each place in their order
+            node, at = self.nodes[number], number
+            if node.resource is Resource.COMPUTE:
+                places.setdefault(microbatch_of(node), [number, number])[1] = number
+            else:  # it is launched right behind what it needs
+                at = next(other for other, _ in self.before[number] if self.nodes[other].resource is Resource.COMPUTE)
+            kept, most, first = self.costs.bytes.get(key := cost_key(node), Held())
+            first = 0.0 if key in begun else first
+            begun.add(key)
+            self.most[at] = max(self.most[at], self.kept[at] + first + max(most, kept))
+            self.kept[at] += first + kept
+        for first_node, last in () if self.costs.bytes else places.values():
+            self.kept[first_node] = self.most[first_node] = 1.0
+            self.kept[last] = -1.0
 
     def _topological(self) -> list[int]:
         left = list(map(len, self.before))
@@ -190,6 +213,12 @@ class Precedence:
             for needed, first in zip(ended, firsts[most:], strict=False):
                 for node in needed:
                     self._after(node, first)
+
+    def starts(self, ranks: Sequence[Sequence[Node]], *, counts_block: bool = False) -> list[float]:
+        """Return when each node starts in an order of every rank."""
+        played = play_ranks(ranks, self.chains.placement, self.costs, counts_block=counts_block)
+        begins = {span.node: span.start for spans in played for span in spans}
+        return [begins[node] for node in self.nodes]
 
     def in_order(self, starts: Sequence[float]) -> list[int]:
         """Return the numbers of the nodes in the order of their starts, each behind all that it needs."""

@@ -21,6 +21,7 @@ import time
 from bisect import insort, insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from random import Random
@@ -34,8 +35,9 @@ from overlap1f1b.plan.clock import Key, play_ranks
 from overlap1f1b.plan.compiler import fastest, improved
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node, Resource
-from overlap1f1b.plan.orders import launched_early, receiving_in_order, with_gathers, with_reductions
+from overlap1f1b.plan.orders import receiving_in_order, with_gathers, with_reductions
 from overlap1f1b.plan.plan import Plan, most_open
+from overlap1f1b.plan.precedence import Precedence
 from overlap1f1b.plan.priorities import Priorities, Tasks, schedule_by_priorities
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import (
@@ -234,7 +236,7 @@ class _Search:
         self.begun, self.seconds = time.thread_time(), seconds
         self.orders: dict[Program, tuple[float, float]] = {}  # time of a fixed schedule's order, and of playing it here
         self.free = replace(costs, launch={})
-        self.tasks = Tasks(chains, self.free)
+        self._schedule = partial(schedule_by_priorities, draws.microbatches, Tasks(chains, self.free))
         self.programs = self._programs()
         self.scheduled = 0  # nodes so far
         every = (Action(kind, stage, 0) for stage in range(chains.placement.stages) for kind in (Kind.F, Kind.I))
@@ -333,7 +335,7 @@ class _Search:
 
     def _play(self, priorities: Priorities, limit: float) -> float:
         """Return the time of a try; infinite beyond the limit."""
-        ranks, end = self._schedule(priorities, limit)
+        ranks, end = self._schedule(priorities, limit * (1 + 1e-9))
         self.scheduled += sum(map(len, ranks))
         parameters = any(block.reduced or block.gathered for stage in self.chains.shapes for block in stage)
         # The times are played again only where they differ from the scheduler's.
@@ -341,18 +343,16 @@ class _Search:
             return self._end(_with_parameters(ranks, self.chains))
         return end
 
-    def _schedule(self, priorities: Priorities, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
-        ranks, end = schedule_by_priorities(self.draws.microbatches, self.tasks, priorities, limit * (1 + 1e-9))
-        if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
-            ranks = [launched_early(nodes) for nodes in ranks]
-        return ranks, end
-
     def _end(self, ranks: Sequence[Sequence[Node]]) -> float:
         spans = play_ranks(ranks, self.chains.placement, self.costs, counts_block=self.counts_block)
         return max(span.end for rank in spans for span in rank)
 
     def _plan(self, priorities: Priorities) -> Plan:
-        plan = plan_of(self._schedule(priorities)[0], self.chains, self.draws.microbatches)
+        ranks, _ = self._schedule(priorities)
+        if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
+            needs = Precedence(self.chains, self.free, ranks)
+            ranks = needs.issued(needs.starts(ranks), counts_block=False)
+        plan = plan_of(ranks, self.chains, self.draws.microbatches)
         return replace(plan, predicted=self._end(plan.ranks), peak_bytes=self.costs.peak_bytes(plan.ranks))
 
 

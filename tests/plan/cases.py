@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from overlap1f1b.plan import (
     RESOURCE_OF,
     BlockShape,
     Chains,
+    Held,
     Node,
     NodeCosts,
     Op,
@@ -106,6 +108,16 @@ def makespan(nodes: Sequence[Node], costs: NodeCosts, *, counts_block: bool = Fa
 def table_costs(ratio: float) -> NodeCosts:
     """Experts : attention 4 : 3, B = 2F, W half of B; a layer's four exchanges take ``ratio`` times its compute."""
     return NodeCosts.uniform(attention=3, experts=4, dispatch=ratio * 21 / 4)
+
+
+def table_bytes(stages: int, layers: int) -> dict[CostKey, Held]:
+    """What layers with experts hold, of any unit: the backward frees four parts of ten, the weight gradient six."""
+    held = dict[CostKey, Held]()
+    for stage, block, (op, kept) in product(range(stages), range(layers), ((Op.ATTENTION, 10), (Op.EXPERTS, 20))):
+        held[op, Kind.F, stage, block, 0, 0] = Held(kept)
+        held[op, Kind.I, stage, block, 0, 0] = Held(-0.4 * kept, kept // 5)
+        held[op, Kind.W, stage, block, 0, 0] = Held(-0.6 * kept)
+    return held
 
 
 def table_bound(microbatches: int, layers: int, ratio: float) -> float:

@@ -11,7 +11,19 @@ from typing import Any, NamedTuple
 
 from ortools.sat.python import cp_model
 
-from overlap1f1b.plan import RECOMPUTES, Chains, Node, NodeCosts, Op, Resource, awaited_by, peer_of, play_ranks
+from overlap1f1b.plan import (
+    RECOMPUTES,
+    Chains,
+    Held,
+    Node,
+    NodeCosts,
+    Op,
+    Resource,
+    awaited_by,
+    cost_key,
+    peer_of,
+    play_ranks,
+)
 from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.schedule import Action, Kind, Placement
 
@@ -20,15 +32,15 @@ SCALE = 64
 
 
 class Optimum(NamedTuple):
-    """The best order that was found, and whether none is faster; times in the unit of the costs."""
+    """The best order that was found, and what none is better than: times in the unit of the costs, or bytes."""
 
-    time: float
+    value: float
     bound: float
     ranks: list[list[Node]]
 
     @property
     def proven(self) -> bool:
-        return self.time == self.bound
+        return self.value == self.bound
 
 
 def optimum(
@@ -39,10 +51,14 @@ def optimum(
     *,
     live: Sequence[int] | None = None,
     known: Sequence[Sequence[Node]] = (),
+    within: float | None = None,
     seconds: float = 60.0,
     workers: int = 1,
 ) -> Optimum:
     """Return the fastest order of one pipe, with at most ``live`` (stage, microbatch) alive on each rank.
+
+    With a time, that ``within`` which a step shall end, return the order of which a rank holds the fewest bytes at
+    most: by costs of which computations alone hold bytes, and leave none behind.
 
     Nodes of one place pass in the order of microbatches: of forwards too, which delays nothing, since microbatches cost
     the same. The solver starts from an order that is ``known``; ``seconds`` and ``workers`` are its own.
@@ -53,7 +69,10 @@ def optimum(
     for node, start, _ in chain.from_iterable(play_ranks(known, placement, costs) if known else ()):
         if node in problem.start:  # it is no receive
             problem.model.add_hint(problem.start[node], round(start * SCALE))
-    return problem.solved(seconds, workers)
+    if within is None:
+        return problem.solved(problem.end, SCALE, seconds, workers)
+    problem.model.add(problem.end <= int(within * SCALE))
+    return problem.solved(problem.held(), 1, seconds, workers)
 
 
 class _Problem:
@@ -166,24 +185,54 @@ class _Problem:
                 last = self.ends[stage, microbatch, Kind.I]
                 if last.op is Op.SEND:
                     last = self.chains.of(Action(Kind.I, stage, microbatch))[-2]
-                size = self.model.new_int_var(0, self.horizon, "")
-                until = self.model.new_int_var(0, self.horizon, "")
+                size, until = (self.model.new_int_var(0, self.horizon, "") for _ in range(2))
                 self.model.add(until == self.start[last] + self.time[last])
                 spans.append(self.model.new_interval_var(self.start[node], size, until, ""))
         if live < len(spans):
             self.model.add_cumulative(spans, [1] * len(spans), live)
 
-    def solved(self, seconds: float, workers: int) -> Optimum:
-        self.model.minimize(self.end)
+    def held(self) -> Any:
+        """Return the most bytes that a rank holds: what a forward leaves, its backward and weight gradient free."""
+        most = self.model.new_int_var(0, 1 << 40, "bytes")
+        for rank in range(self.chains.placement.ranks):
+            spans, sizes = list[Any](), list[int]()
+            for node in self.start:
+                held = self.costs.bytes.get(cost_key(node), Held())
+                if self.rank[node] != rank or held == Held():
+                    continue
+                assert node.resource is Resource.COMPUTE
+                if held.most:
+                    spans.append(self._interval(node))
+                    sizes.append(int(held.most))
+                if node.kind is Kind.F:
+                    backward = node._replace(kind=Kind.I)
+                    left = held.kept + self.costs.bytes.get(cost_key(backward), Held()).kept
+                    weight = self.chains.weight(backward)
+                    assert left == 0 or -self.costs.bytes[cost_key(weight)].kept == left
+                    for frees, size in ((backward, held.kept - left), (weight, left)):
+                        if size:
+                            spans.append(self._between(node, frees))
+                            sizes.append(int(size))
+            self.model.add_cumulative(spans, sizes, most)
+        return most
+
+    def _between(self, first: Node, last: Node) -> Any:
+        """Return the time from the end of a node to the end of another."""
+        size, until = (self.model.new_int_var(0, self.horizon, "") for _ in range(2))
+        self.model.add(until == self.start[last] + self.time[last])
+        return self.model.new_interval_var(self.start[first] + self.time[first], size, until, "")
+
+    def solved(self, value: Any, scale: int, seconds: float, workers: int) -> Optimum:
+        self.model.minimize(value)
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = workers
         status = solver.solve(self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):  # in so few seconds
-            return Optimum(float("inf"), solver.best_objective_bound / SCALE, [])
+            return Optimum(float("inf"), solver.best_objective_bound / scale, [])
         at = {node: solver.value(start) for node, start in self.start.items()}
         ranks = [self._issued(rank, at) for rank in range(self.chains.placement.ranks)]
-        return Optimum(solver.objective_value / SCALE, solver.best_objective_bound / SCALE, ranks)
+        return Optimum(solver.objective_value / scale, solver.best_objective_bound / scale, ranks)
 
     def _issued(self, rank: int, at: dict[Node, int]) -> list[Node]:
         """Return a rank's nodes in an order by which each can start in time: exchanges right behind their producers."""

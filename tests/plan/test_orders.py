@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Resource, Span, compile
-from overlap1f1b.plan.orders import launched_early, pairs, serial, with_gathers, with_reductions
+from overlap1f1b.plan.orders import pairs, serial, with_gathers, with_reductions
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.simulation import play_nodes
 from tests.plan.cases import DENSE, MOE, chains_of, play, with_nodes
@@ -144,13 +144,6 @@ def test_reductions_follow_the_last_contribution() -> None:
     assert [node for node in nodes if node.op is not Op.REDUCE] == list(
         serial(sequential(2).actions(0), chains_of(shape))
     )
-
-
-def test_exchanges_are_launched_behind_what_they_need_in_their_order() -> None:
-    chain = list(serial(sequential(1).actions(0), chains_of((BlockShape(expert_calls=1, parts=2),))))[:5]
-    other = [node._replace(microbatch=1) for node in chain]
-    order = [*chain[:3], *other[:3], chain[3], other[3], chain[4], other[4]]
-    assert launched_early(order) == [*chain[:4], *other[:4], chain[4], other[4]]
 
 
 GATHERS = (Op.GATHER, Op.RELEASE)
