@@ -8,14 +8,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from overlap1f1b.engine import Microbatch
 from overlap1f1b.play.block import BlockRun
+from overlap1f1b.play.player import Player
 from overlap1f1b.play.segment import Segment
 from overlap1f1b.transport.exchange import PeerExchange, Transfer
 from overlap1f1b.transport.lanes import Flight
 
 PLACES: tuple[tuple[type, str], ...] = (
-    (Microbatch, "await_input"),  # the thread that computes, before each node
+    (Player, "_await"),  # the thread that computes, before each node
     (BlockRun, "_start"),
     (BlockRun, "_resume"),
     (Segment, "walk"),

@@ -18,10 +18,12 @@ from torch.nn import Parameter
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspension import uncompiled
 
-_autograd: Any = torch._C._autograd
+_C: Any = torch._C
+_autograd: Any = _C._autograd
 _graph: Any = torch.autograd.graph
 _engine: Any = torch.autograd.Variable._execution_engine
 _functions: Any = torch.autograd.function
+_Function, _grad_enabled, _set_grad_enabled = _C._FunctionBase, torch.is_grad_enabled, _C._set_grad_enabled
 LAST: Any = _functions._SingleLevelFunction
 """Class whose ``apply`` is C++, below the one of ``Function``; from torch 2.14 on both have the same."""
 
@@ -55,15 +57,15 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     node = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
-    if not isinstance(node, torch._C._FunctionBase):
+    if not isinstance(node, _Function):
         return GradientEdge(node, tensor.output_nr)
     # A Python object does not keep the node of a Function alive; another node does.
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
+    before = _grad_enabled()
+    _set_grad_enabled(True)
     try:
         return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn)
     finally:
-        torch._C._set_grad_enabled(before)
+        _set_grad_enabled(before)
 
 
 def applying(apply: Callable[..., Any]) -> Callable[[], None]:

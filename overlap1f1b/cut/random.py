@@ -39,6 +39,8 @@ class Draws:
 
     def through(self, blocks: Iterable[int], stream: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """Return the context of known blocks that run one after another."""
+        if True not in self._draws.values():
+            return _NO_CONTEXT
         return stream if any(self._draws[block, self._blocks[block].training] for block in blocks) else _NO_CONTEXT
 
     @contextmanager
@@ -66,7 +68,8 @@ class Draws:
 
 def same(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether nothing was drawn between the states of some generators and later ones."""
-    return all(map(torch.equal, states, others))
+    # As words, since torch compares bytes one by one.
+    return all(torch.equal(*(state.view(torch.int32) for state in pair)) for pair in zip(states, others, strict=True))
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
-from itertools import chain
 from operator import is_
 from typing import NamedTuple, TypeGuard
 
@@ -22,6 +21,7 @@ from overlap1f1b.cut.blocks import (
     device_of,
     is_compiled,
     marked_as_slice,
+    modules_of,
     options_of,
     refuse_wrappers,
 )
@@ -33,7 +33,7 @@ from overlap1f1b.cut.uses import ParameterUses
 from overlap1f1b.kernels.grouped_mm import has_own_products
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.router import Router
-from overlap1f1b.plan import BlockShape, Place, Recompute, StageShape, parse_parts, parse_recompute, segments_of
+from overlap1f1b.plan import BlockShape, Recompute, StageShape, parse_parts, parse_recompute, segments_of
 from overlap1f1b.schedule import Placement
 from overlap1f1b.schedule.values import checked
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
@@ -48,8 +48,6 @@ class Cut:
             have a node of their own. The first segment shares this node with the rest of the block.
         behind: Exchanges of rows behind each segment of each block.
         exchanges: Number of exchanges of rows of each block.
-        exchange_after: The next exchange of the same part, each given by its block and its place there;
-            ``exchange_before`` the other way round.
     """
 
     def __init__(self, shape: StageShape) -> None:
@@ -61,15 +59,6 @@ class Cut:
         ]
         self.behind = [[behind for _, behind in segments] for segments in every]
         self.exchanges = [sum(map(len, behind)) for behind in self.behind]
-        self.exchange_after: dict[tuple[int, Place], tuple[int, Place]] = {}
-        last: dict[int, tuple[int, Place]] = {}  # of each part
-        for number, behind in enumerate(self.behind):
-            for place in chain.from_iterable(behind):
-                *_, part = place
-                if part in last:
-                    self.exchange_after[last[part]] = number, place
-                last[part] = number, place
-        self.exchange_before = {following: exchange for exchange, following in self.exchange_after.items()}
 
 
 class Inside(NamedTuple):
@@ -145,6 +134,8 @@ class Stage:
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
+        self.last = len(self.blocks) - 1
+        """Number of the last block."""
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         """Names of the blocks, for messages."""
         self.device = device or device_of(self.blocks) or torch.device("cpu")
@@ -178,7 +169,7 @@ class Stage:
         """Shapes of the blocks in the first step; those of later steps follow from it, see :meth:`shaped`."""
         self.draws = Draws(self.blocks, generators_of(self.device))
         self._cuts: dict[StageShape, Cut] = {}
-        self._uses: dict[tuple[int, BlockShape, Hashable], ParameterUses] = {}
+        self._uses: dict[Hashable, ParameterUses] = {}
         self.own_exchanges: dict[int, OwnExchanges] = {}
         """Exchanges that blocks make by themselves, as the first step has shown."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
@@ -215,7 +206,7 @@ class Stage:
 
     def trained(self, apart: Set[nn.Module]) -> list[list[nn.Parameter]]:
         """Return the trained parameters of each block's modules, except the modules in ``apart``."""
-        every = ([m for m in block.modules() if m not in apart] for block in self.blocks)
+        every = ([m for m in modules_of(block) if m not in apart] for block in self.blocks)
         return [[p for m in own for p in m._parameters.values() if p is not None and p.requires_grad] for own in every]
 
     def check_trained(self, before: Sequence[Sequence[nn.Parameter]], apart: Set[nn.Module]) -> None:
@@ -245,7 +236,8 @@ class Stage:
 
     def uses_of(self, block: int, shape: BlockShape, autocast: Hashable = None) -> ParameterUses:
         """Return where a block of this shape uses its parameters, as its forwards under this autocast show."""
-        key = block, shape._replace(recompute="none", gathered=False, offload=False), autocast
+        cut = shape.expert_calls, shape.split, shape.reduced, shape.exchanges, shape.parts, shape.experts_split
+        key = block, cut, autocast
         if key not in self._uses:
             shares = any(self.tied.get(p, block) != block for p in self.dense_parameters[block])
             self._uses[key] = ParameterUses(set(self.inside[block].apart), shares=shares)

@@ -54,9 +54,8 @@ class ParameterUses:
 
         Within a step the way of a gradient must not change: microbatches would be added in another order.
         """
-        if not self.known:
+        if not self.known or not (idle := self.apart - self._deferred):
             return
-        idle = self.apart - self._deferred
         self.first.update(dict.fromkeys(idle & self._entering, 0))
         for known in (self.apart, self.several, self._entering):
             known.difference_update(idle)

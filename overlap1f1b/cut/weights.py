@@ -131,8 +131,8 @@ class SplitGroupedMM(torch.autograd.Function):
         return of_rows, None, None, None, None, None, None
 
 
-split_linear = quick_apply(SplitLinear)
-split_grouped_mm = quick_apply(SplitGroupedMM)
+split_linear = quick_apply(SplitLinear, 3)
+split_grouped_mm = quick_apply(SplitGroupedMM, 1)
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor | None:

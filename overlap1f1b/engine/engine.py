@@ -293,16 +293,17 @@ class Engine:
         call: Call = "step" if grad else "evaluate"
         facts, place = self._facts(step), "before the first node of its plan"
         draws = max(_DRAWS[stage.draws.any] for stage in self.stages.values())
-        with (
-            self.guarded(call, place=place, facts=[*facts.values(), draws]) as comparison,
-            self.tuner.naming_limit(plan),
-        ):
+        with self.guarded(call, place=place, facts=[*facts.values(), draws]) as comparison:
             if wrong is not None:
                 raise wrong
             self._agree(step, comparison)
             if not self.tuner.steps:
                 self._check_devices()
-            played = self._evaluate(step) if coming is None else self._train(step, coming)
+            try:
+                played = self._evaluate(step) if coming is None else self._train(step, coming)
+            except torch.OutOfMemoryError as error:
+                self.tuner.name_limit(plan, error)
+                raise
             # All ranks have played the same step, and scaled alike.
             if any(comparison.differ(here=not grad)[1 : 1 + len(facts)]):  # as by a gradient scaler on some rank
                 self.mesh.agree(facts)
@@ -343,7 +344,8 @@ class Engine:
         count = NodeBytes(self.connection.device) if purpose is Purpose.COUNT else None
         if count is not None:
             extra.append(count)
-        step = replace(step, observers=(*step.observers, *extra))
+        if extra:
+            step = replace(step, observers=(*step.observers, *extra))
         if measuring and tuner.travels:
             step = replace(step, links=replace(step.links, exchange=BackToBack(step.links.exchange)))
         # 3. Forwards, backwards, exchanges, reductions.

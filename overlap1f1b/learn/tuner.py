@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -377,19 +376,12 @@ class Tuner:
         self.next_step()  # the plans are made that may have to be tried
         self.coming.insert(0, Coming(Purpose.COUNT, microbatches=self.microbatches))
 
-    @contextmanager
-    def naming_limit(self, plan: Plan) -> Iterator[None]:
-        """If memory runs out in a step of a plan, add to the error which limit would do."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            does = (
-                f"memory={megabytes(self.counted.fits)!r}, which a step before it held, " if self.counted.fits else ""
-            )
-            text, *_ = str(error).splitlines() or [""]
-            what = f"no memory for {plan.program.name} {plan.order}"
-            error.args = (f"{what}; allowed: {does}recompute='block', or smaller microbatches; {text}",)
-            raise
+    def name_limit(self, plan: Plan, error: torch.OutOfMemoryError) -> None:
+        """Add to the error of a step of a plan, for which there is no memory, which limit would do."""
+        does = f"memory={megabytes(self.counted.fits)!r}, which a step before it held, " if self.counted.fits else ""
+        text, *_ = str(error).splitlines() or [""]
+        what = f"no memory for {plan.program.name} {plan.order}"
+        error.args = (f"{what}; allowed: {does}recompute='block', or smaller microbatches; {text}",)
 
     def learn(
         self,

@@ -311,6 +311,8 @@ _routed, _weigh = map(quick_apply, (Routed, Weigh))
 
 
 def _gather(rows: Tensor, route: Route) -> Tensor:
-    # What came back is the sum itself where each token was sent once; a Function must not return what it is given.
-    gathered: Tensor = rows if route.order is None else _routed(route.gather, route.gather_backward, rows)
+    if route.order is None:  # what came back is the sum itself; a Function must not return what it is given
+        return rows
+    given, forward = (route.gather, route.gather_backward, rows), Forward.running()
+    gathered: Tensor = _routed(*given) if forward is None else forward.without_mode(_routed, *given)
     return gathered

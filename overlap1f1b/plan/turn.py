@@ -11,7 +11,7 @@ loop; its weight gradients stay in the backward, unless the plan has put those o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -26,13 +26,14 @@ MicrobatchKey = tuple[int, int]
 class Way(IntEnum):
     """What plays a turn."""
 
-    COMPUTE = 0
-    WEIGHTS = 1
+    FORWARD = 0
+    BACKWARD = 1
     RECOMPUTE = 2
-    EXCHANGE = 3
-    PEER = 4
-    PARAMETERS = 5
-    MOVE = 6
+    WEIGHTS = 3
+    EXCHANGE = 4
+    PEER = 5
+    PARAMETERS = 6
+    MOVE = 7
 
 
 class Stretch(NamedTuple):
@@ -57,6 +58,15 @@ class Plain(NamedTuple):
     sharing: frozenset[int] = frozenset()
 
 
+class Following(NamedTuple):
+    """The exchange of rows that comes next for a part of a microbatch: where, and tags of its rows and its counts."""
+
+    block: int
+    place: Place
+    tag: int
+    counts: int
+
+
 class Turn(NamedTuple):
     """A node that is played, or the first one of a stretch.
 
@@ -65,20 +75,24 @@ class Turn(NamedTuple):
         way: What plays it.
         key: Its stage and microbatch.
         place: Where it is in its block.
+        block: Its block, or the first of the stretch.
         awaits: The exchanges that it waits for.
         receives: Whether it waits for what another stage sends.
         stretch: The blocks that are played at once.
         tag: Of an exchange, see :attr:`Node.tag`.
+        following: The exchange behind an exchange of rows; None if there is none on this rank.
     """
 
     node: Node
     way: Way
     key: MicrobatchKey
     place: Place
+    block: int
     awaits: tuple[Place, ...] = ()
     receives: bool = False
     stretch: Stretch | None = None
     tag: int = 0
+    following: Following | None = None
 
 
 class Turns(tuple[Turn, ...]):
@@ -92,17 +106,22 @@ class Turns(tuple[Turn, ...]):
     @cached_property
     def undivided(self) -> frozenset[int]:
         """The stages all of whose turns are stretches that leave no weight gradients."""
-        computing = [turn for turn in self if turn.way <= Way.RECOMPUTE]
+        computing = [turn for turn in self if turn.way <= Way.WEIGHTS]
         divided = {turn.node.stage for turn in computing if turn.stretch is None or turn.stretch.deferred}
         return frozenset({turn.node.stage for turn in computing} - divided)
 
 
-def turns_of(nodes: Sequence[Node], plain: Mapping[int, Plain] | None = None) -> Turns:
-    """Return the turns of a rank's nodes; ``plain`` has the blocks of each stage that may be in a stretch."""
+def turns_of(
+    nodes: Sequence[Node], plain: Mapping[int, Plain] | None = None, tagged: Callable[[Node], Node] = lambda node: node
+) -> Turns:
+    """Return the turns of a rank's nodes; ``plain`` has the blocks of each stage that may be in a stretch.
+
+    ``tagged`` returns the node whose tag an exchange has.
+    """
     stretches = _stretches(nodes, plain) if plain else {}
     flying: dict[tuple[MicrobatchKey, Kind], dict[Place, None]] = defaultdict(dict)
     received, begun = set[tuple[MicrobatchKey, Kind]](), set[tuple[MicrobatchKey, Stretch, bool]]()
-    turns: list[Turn] = []
+    turns, last = list[Turn](), dict[tuple[int, ...], int]()  # positions of the last exchange of rows of each part
     for node in nodes:
         key, place, way = (node.stage, node.microbatch), node.place, _way_of(node)
         stretch, action, awaits = stretches.get(node), (key, node.kind), tuple[Place, ...]()
@@ -115,18 +134,25 @@ def turns_of(nodes: Sequence[Node], plain: Mapping[int, Plain] | None = None) ->
             if node.op is Op.DISPATCH:  # its start waits for them
                 flies.pop((Op.COUNTS, node.call, node.part), None)
             flies[place] = None
-        elif way is Way.COMPUTE:
+        elif way <= Way.BACKWARD:
             alone = awaited_by(node)
             awaits = (alone,) if alone in flies else tuple(flies)
             for one in awaits:
                 del flies[one]
-        receives = way is Way.COMPUTE and action in received
+        receives = way <= Way.BACKWARD and action in received
         if receives:
             received.remove(action)
         elif node.op is Op.RECEIVE:
             received.add(action)
-        tag = node.tag if way is Way.EXCHANGE else 0
-        turns.append(Turn(node, way, key, place, awaits, receives, stretch, tag))
+        own, tag, block = tagged(node), 0, node.block if stretch is None else stretch.first
+        if way is Way.EXCHANGE:
+            tag, part = own.tag, (*key, node.part)
+            if node.op is not Op.COUNTS:
+                if (at := last.get(part)) is not None:
+                    following = Following(block, place, tag, own._replace(op=Op.COUNTS).tag)
+                    turns[at] = turns[at]._replace(following=following)
+                last[part] = len(turns)
+        turns.append(Turn(node, way, key, place, block, awaits, receives, stretch, tag))
     return Turns(turns)
 
 
@@ -139,9 +165,9 @@ def _way_of(node: Node) -> Way:
         return Way.MOVE
     if node.resource is not Resource.COMPUTE:
         return Way.EXCHANGE
-    if node.kind is Kind.W:
-        return Way.WEIGHTS
-    return Way.RECOMPUTE if node.op in RECOMPUTES else Way.COMPUTE
+    if node.op in RECOMPUTES:
+        return Way.RECOMPUTE
+    return {Kind.F: Way.FORWARD, Kind.W: Way.WEIGHTS}.get(node.kind, Way.BACKWARD)
 
 
 _Rows = dict[MicrobatchKey, dict[int, dict[Kind, set[int]]]]

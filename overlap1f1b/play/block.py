@@ -42,7 +42,7 @@ from overlap1f1b.play.observers import ExpertCall
 from overlap1f1b.play.offload import Kept, Leaving
 from overlap1f1b.play.passage import Passage, Phase, Tensors, absent, check_call, is_absent, name_call
 from overlap1f1b.play.recompute import DroppedPart, Recomputation
-from overlap1f1b.play.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use
+from overlap1f1b.play.segment import NOTHING_ENTERED, Crossing, Layout, LibraryExchange, Segment, Sent, Use
 from overlap1f1b.play.values import PlaceValues
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, uncut
 from overlap1f1b.transport.suspension import OUTSIDE, Forward, Handlers
@@ -62,9 +62,16 @@ class BlockRun:
     """The nodes of one block for one microbatch, in the order of the plan's chains; or a stretch that begins with it.
 
     :meth:`run_forward` and :meth:`run_backward` are the compute nodes; ``received`` are the rows of the exchange
-    before. Which node is which method: ``compute`` in ``play/player.py``. Exchange nodes start in
+    before. Which node is which method: ``Player._compute``. Exchange nodes start in
     :mod:`overlap1f1b.play.posting`.
     """
+
+    forward: Forward | None = None  # on a stack of its own; None if nothing suspends it, and after its end
+    mode: CrossingMode | None = None  # shows what may enter a segment, where something may
+    carried: PlaceValues | None = None  # what the forward takes along while it is suspended
+    recomputation: Recomputation | None = None  # parts of the forward that are computed again, once there is one
+    leaving: Leaving | None = None  # what the forward leaves for the backward, if it goes to host memory meanwhile
+    ended = False  # whether it has nothing left to run
 
     def __init__(self, microbatch: Passage, block: int, stretch: Stretch | None = None) -> None:
         self.microbatch, self.block, self.stretch = microbatch, block, stretch
@@ -79,24 +86,12 @@ class BlockRun:
         self.queue = WeightQueue()
         self.deferred: dict[int, WeightQueue] = {}
         """Of the blocks of a stretch that leave weight gradients to turns of their own."""
-        self.forward: Forward | None = None
-        """The block's forward on a stack of its own; None if nothing suspends it, and after its end."""
-        self.mode: CrossingMode | None = None
-        """Shows what may enter a segment, where something may."""
-        self.carried: PlaceValues | None = None
-        """What the forward takes along while it is suspended."""
-        self.recomputation: Recomputation | None = None
-        """Parts of the forward that are computed again, once there is one."""
-        self.leaving: Leaving | None = None
-        """What the forward leaves for the backward, if it goes to host memory meanwhile."""
         self.segments: list[Segment] = []
         """Segments whose backward has not ended."""
         self.outs: list[Root | None] = []
         """Outputs; their values have been handed on, only their graph is held."""
         self.sent: dict[Place, Sent] = {}
         """Exchanges that the forward has reached, until their backward."""
-        self.ended = False
-        """Whether it has nothing left to run."""
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
@@ -109,17 +104,7 @@ class BlockRun:
 
     def run_forward(self, received: Mapping[Place, Any]) -> None:
         """Run the next segment: from the block's input, or with the rows that its exchanges brought."""
-        if not received:
-            reached = self._start(self.microbatch.take_activations())
-        else:
-            results = []
-            for place, rows in received.items():
-                sent = self.sent[place]
-                if sent.counts is not None:
-                    flight, sent.counts = sent.counts, None
-                    sent.call.splits.arrive(flight.wait(), flight.lane.failures)
-                results.append((sent, sent.results(rows)))
-            reached = self._resume(results)
+        reached = self._resume(received) if received else self._start(self.microbatch.take_activations())
         if isinstance(reached, list):
             self._reach(reached)
             return
@@ -164,13 +149,17 @@ class BlockRun:
     def _run_through(self, stretch: Stretch, inputs: Sequence[Tensor]) -> Tensors:
         """Run the blocks of a stretch one after another, in one graph."""
         microbatch, installed = self.microbatch, self.installed
-        blocks, passed = range(self.block, self.last + 1), tuple(inputs)
-        with installed.stage.draws.through(blocks, microbatch.random), torch.set_grad_enabled(microbatch.grad):
-            for block in blocks:
-                installed.queue = None
-                if stretch.deferred:
-                    installed.queue = self.deferred[block] = WeightQueue()
-                passed = call_block(microbatch, block, *passed)
+        blocks, passed, deferred = range(self.block, self.last + 1), tuple(inputs), stretch.deferred
+        installed.queue = None
+        torch._C._set_grad_enabled(microbatch.grad)
+        try:
+            with installed.stage.draws.through(blocks, microbatch.random):
+                for block in blocks:
+                    if deferred:
+                        installed.queue = self.deferred[block] = WeightQueue()
+                    passed = call_block(microbatch, block, *passed)
+        finally:
+            torch._C._set_grad_enabled(False)
         return passed
 
     def _lookout(self) -> Lookout | None:
@@ -211,17 +200,23 @@ class BlockRun:
             self.recomputation = Recomputation(self.installed, self.block, seed, self.own.hides, keep)
         return self.recomputation
 
-    def _resume(self, results: Sequence[tuple[Sent, list[Any]]]) -> Reached:
-        """Run the module on from some exchanges, with the tensors of each, to the next or to its outputs."""
+    def _resume(self, received: Mapping[Place, Any]) -> Reached:
+        """Run the module on from some exchanges, with what each has brought, to the next or to its outputs."""
         assert self.forward is not None
-        microbatch, installed = self.microbatch, self.installed
-        segment, received, requires_grad = self._open(), list[Any](), list[bool]()
-        for sent, tensors in results:
+        installed, mode = self.installed, self.microbatch.grad
+        segment, brought, requires_grad = self._open(), list[Any](), list[bool]()
+        for place, rows in received.items():
+            sent = self.sent[place]
+            call = sent.call
+            if sent.counts is not None:
+                flight, sent.counts = sent.counts, None
+                call.splits.arrive(flight.wait(), flight.lane.failures)
+            tensors = sent.results(rows)
             segment.taken.append((sent, len(tensors)))
-            received += tensors
+            brought += tensors
             requires_grad += sent.results_require_grad
-        inputs = segment.enter(received, requires_grad, installed.anchor)
-        mode = microbatch.grad and not results[0][0].call.feeds_part
+            mode = mode and not call.feeds_part
+        inputs = segment.enter(brought, requires_grad, installed.anchor)
         with eager(mode, self._drawing()):
             if self.carried is not None:
                 self.carried.enter()
@@ -247,53 +242,50 @@ class BlockRun:
         self.installed.queue = segment.queue
         return segment
 
-    def _close(self, segment: Segment) -> list[int]:
-        """Close the running segment; return the storages that it has changed in place."""
-        changed = segment.close()
+    def _close(self, segment: Segment) -> None:
+        """Close the running segment, and note the storages that it has changed in place."""
+        if changed := segment.close():
+            self._changed |= dict.fromkeys(changed, segment.start)
         self.installed.made.append((segment.start, segment.end, self.microbatch.index))
-        return changed
 
     def _reach(self, calls: list[ExchangeCall]) -> None:
         """Take what the forward hands out for exchanges; of its graph only the edges stay."""
-        number = len(self.segments) - 1
-        cut = self.installed.cut
-        behind = cut.behind[self.block][number] if len(self.sent) < cut.exchanges[self.block] else ()
+        cut, segment = self.installed.cut, self.segments[-1]
+        behind = cut.behind[self.block][len(self.segments) - 1] if len(self.sent) < cut.exchanges[self.block] else ()
         if len(calls) != len(behind):
             raise ValueError(self._wrong_number(f"more than {len(self.sent)}"))
-        for call, (_, at, _) in zip(calls, behind, strict=True):
-            if self.own.every:
-                self.own.check(number, call, [segment.sent[0].call.splits for segment in self.segments[:-1]])
-            elif not call.back and self.installed.observers.routed and isinstance(call.splits, Route):
-                self._tell_routed(call, call.splits, at)
-        self._send(calls)
-
-    def _tell_routed(self, call: ExchangeCall, route: Route, number: int) -> None:
-        """Tell the observers of a call of experts, by its number in the block, when its rows leave."""
-        stage = self.installed.stage
-        places = stage.number, self.block, number, self.microbatch.index
-        for tell in self.installed.observers.routed:
-            tell(ExpertCall(*places, stage.names[self.block], route, call.tensors[0]))
-
-    def _send(self, calls: Sequence[ExchangeCall]) -> None:
-        """Prepare the exchanges behind the last segment."""
-        segment, grad = self.segments[-1], self.microbatch.grad
-        every = [[self.entered(tensor) for tensor in call.tensors] if grad else list(call.tensors) for call in calls]
-        self._changed |= dict.fromkeys(self._close(segment), segment.start)
-        for place, call in zip(self.installed.cut.behind[self.block][len(self.segments) - 1], calls, strict=True):
-            call.tensors.clear()
-            sent = self.sent[place] = self._prepared(place, call, every.pop(0))
+        if self.own.every or self.installed.observers.routed:
+            self._look_at(calls, behind)
+        self._close(segment)
+        for call, place in zip(calls, behind, strict=True):
+            sent = self.sent[place] = self._prepared(place, call)
             segment.sent.append(sent)
             if self.learns:
                 self._check_graph(segment, sent.edges)
 
-    def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> Sent:
-        """Return an exchange that is ready to leave: its rows without a graph, and where gradients enter."""
+    def _look_at(self, calls: Sequence[ExchangeCall], behind: Sequence[Place]) -> None:
+        """Check exchanges of the block's own; tell the observers of a call of experts when its rows leave."""
+        stage = self.installed.stage
+        for call, (_, number, _) in zip(calls, behind, strict=True):
+            if self.own.every:  # a model may send what an earlier segment has made; our experts send what they make
+                sizes = [segment.sent[0].call.splits for segment in self.segments[:-1]]
+                self.own.check(len(sizes), call, sizes)
+                call.tensors[:] = map(self.entered, call.tensors)
+            elif not call.back and isinstance(call.splits, Route):
+                places = stage.number, self.block, number, self.microbatch.index
+                for tell in self.installed.observers.routed:
+                    tell(ExpertCall(*places, stage.names[self.block], call.splits, call.tensors[0]))
+
+    def _prepared(self, place: Place, call: ExchangeCall) -> Sent:
+        """Return the exchange of a call, whose tensors it takes."""
         requires_grad, edges, bare = list[bool](), list[GradientEdge | None](), list[Tensor]()
-        for tensor in tensors:
-            required = self.microbatch.grad and tensor.requires_grad
+        grad = self.microbatch.grad
+        for tensor in call.tensors:
+            required = grad and tensor.requires_grad
             requires_grad.append(required)
             edges.append(edge_of(tensor) if required else None)
             bare.append(tensor.detach())
+        call.tensors.clear()
         layout = Layout.of_tensors(bare)
         if isinstance(call.splits, LibrarySplits):
             library = LibraryExchange(call.splits.function, self.installed.library_stream, self.installed.anchor)
@@ -343,7 +335,7 @@ class BlockRun:
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
         microbatch, stage = self.microbatch, self.installed.stage
-        is_last, stretch = self.last == len(stage.blocks) - 1, self.stretch
+        is_last, stretch = self.last == stage.last, self.stretch
         if stretch is None:
             stage.draws.forwarded(self.block)
         requires_grad = tuple(map(_REQUIRES_GRAD, outs))
@@ -382,6 +374,7 @@ class BlockRun:
             return tensor
         key = id(node), tensor.output_nr
         if key not in segment.here:
+            segment.cross()
             if not any(own.start <= number < own.end for own in self.segments):
                 self._check_walked_often(node)
             storage = storage_of(tensor)
@@ -440,6 +433,7 @@ class BlockRun:
         if parameter not in segment.here:
             self._may_cast(parameter)
             uses.enters(parameter, number)
+            segment.cross()
             segment.parameters[parameter], entered = Crossing.into_segment(parameter, self.installed.anchor)
             entered.__dict__ = parameter.__dict__  # a layer's backward may set one, as grad_added_to_main_grad
             segment.here[parameter] = entered
@@ -460,38 +454,44 @@ class BlockRun:
         self.installed.queue = segment.queue if self.stretch is None or self.stretch.deferred else None
         if segment.parameters or self._summed or self.microbatch.tied:
             self._add_tied(segment)
-        self._walk(segment)
+        try:
+            segment.walk()
+        except RuntimeError as error:
+            if WALKED not in str(error):
+                raise
+            raise self._walked from error
         self.segments.pop()
         if self.uses.several and segment.queue is not self.queue:
             segment.queue.move(self.uses.several, self.queue)
         # 3. Gradients of the tensors that had entered it.
-        for key, crossing in segment.crossed.items():
-            if crossing.entry.grad is not None:
-                self._pass_back(key, crossing.made, crossing.entry.grad)
-        for parameter, crossing in segment.parameters.items():
-            if crossing.entry.grad is not None:
-                self._pass_to_others(parameter, crossing.entry.grad)
+        if segment.crossed is not NOTHING_ENTERED:
+            self._leave(segment)
         if segment.queue is not self.queue and not segment.part:
             self.microbatch.queues[segment.op, self.block, segment.call] = segment.queue
         # 4. Gradients of received rows travel back; gradients of the block's inputs go to the block before.
         if self.segments:
             entries = iter(segment.received)
             for sent, count in segment.taken:
-                self.sent[sent.place].rows = sent.grads_back(list(islice(entries, count)))
+                sent.rows = sent.grads_back(list(islice(entries, count)))
         else:
             self._finish_backward(segment)
 
-    def _walk(self, segment: Segment) -> None:
-        try:
-            segment.walk()
-        except RuntimeError as error:
-            if WALKED not in str(error):
-                raise
-            raise ValueError(
-                f"the backward of {self._self_or_loss} comes to a graph that has been walked before, as of a tensor "
-                "that a block has left in an attribute, a list or the like; allowed: outputs of the block before (an "
-                "auxiliary loss as one more output)"
-            ) from error
+    def _leave(self, segment: Segment) -> None:
+        """Hand on the gradients of what had entered a segment beside rows and inputs."""
+        for key, crossing in segment.crossed.items():
+            if crossing.entry.grad is not None:
+                self._pass_back(key, crossing.made, crossing.entry.grad)
+        for parameter, crossing in segment.parameters.items():
+            if crossing.entry.grad is not None:
+                self._pass_to_others(parameter, crossing.entry.grad)
+
+    @property
+    def _walked(self) -> ValueError:
+        return ValueError(
+            f"the backward of {self._self_or_loss} comes to a graph that has been walked before, as of a tensor "
+            "that a block has left in an attribute, a list or the like; allowed: outputs of the block before (an "
+            "auxiliary loss as one more output)"
+        )
 
     def _begin_backward(self) -> None:
         """Take the gradients of the block's outputs, where its graph begins."""
@@ -547,7 +547,8 @@ class BlockRun:
     def _finish_backward(self, first: Segment) -> None:
         shape = self.shape
         if self.stretch is not None:
-            self.microbatch.queues |= {(Op.DENSE, block, 0): queue for block, queue in self.deferred.items()}
+            for block, queue in self.deferred.items():
+                self.microbatch.queues[Op.DENSE, block, 0] = queue
             accumulate(self.queue.compute())  # of forwards that ran again, and whose graph was walked
         elif shape.split:
             self.microbatch.queues[shape.own, self.block, 0] = self.queue
@@ -582,16 +583,12 @@ class BlockRun:
 def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
     """Return the outputs of a block's own forward, or the loss after the last block."""
     stage = microbatch.installed.stage
-    module, name = stage.blocks[block], stage.names[block]
-    kwargs: dict[str, Any] = {}
-    values: Sequence[Tensor | None] = x
+    module = stage.blocks[block]
+    special = isinstance(module, MicrobatchBlock)
     try:
-        if isinstance(module, MicrobatchBlock):
-            kwargs, values = {"microbatch": microbatch}, tuple([None if is_absent(t) else t for t in x])
-            returned = module(*values, **kwargs)
-        else:
-            returned = module(*x)
+        returned = module(*map(_value, x), microbatch=microbatch) if special else module(*x)
     except (IndexError, RuntimeError) as error:
+        name = stage.names[block]
         if HOOKED in str(error):
             raise ValueError(
                 f"{name} calls torch.func.grad, vjp or the like, which know no hooks of saved tensors; allowed: "
@@ -606,15 +603,22 @@ def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
         ) from None
     except TypeError as error:
         if not module._forward_pre_hooks:  # they may give it more
-            allowed = "a forward that takes what the block before returns"
-            check_call(error, module.forward, name, allowed, *values, **kwargs)
+            allowed, kwargs = "a forward that takes what the block before returns", {"microbatch": microbatch}
+            check_call(
+                error, module.forward, stage.names[block], allowed, *map(_value, x), **(kwargs if special else {})
+            )
         raise
-    outs = (returned,) if isinstance(returned, Tensor) else _several(returned, module, name, x)
-    if block < len(stage.blocks) - 1:
+    outs = (returned,) if isinstance(returned, Tensor) else _several(returned, module, stage.names[block], x)
+    if block < stage.last:
         return outs
     if microbatch.grad and any(map(_REQUIRES_GRAD, x)) and not any(map(_REQUIRES_GRAD, outs)):
-        raise ValueError(_without_gradient(name))
-    return microbatch.with_loss(outs, name)
+        raise ValueError(_without_gradient(stage.names[block]))
+    return microbatch.with_loss(outs, stage.names[block])
+
+
+def _value(tensor: Tensor) -> Tensor | None:
+    """Return what a block is given for a tensor: None for the stand-in of an input that is not given."""
+    return None if is_absent(tensor) else tensor
 
 
 def _without_gradient(name: str) -> str:

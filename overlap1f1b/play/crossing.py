@@ -151,19 +151,13 @@ class CrossingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
-        if self.lookout is not None and getattr(func, "__module__", "") == c10d.__name__:
-            every = [*args, *kwargs.values()]
-            group = next((value for value in every if isinstance(value, dist.ProcessGroup)), None)
-            self.lookout.travels(func.__name__, (args, kwargs), group_named(group))
-        elif self.lookout is not None and getattr(func, "_qualified_op_name", "").startswith("_c10d_functional"):
-            groups = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-            if groups and func.__name__ != "all_to_all_single":
-                self.lookout.travels(func.__name__, (args, kwargs), group_named(groups[-1]))
+        if self.lookout is not None:
+            self._look(self.lookout, func, args, kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         before = args
         with torch._C.DisableTorchFunction():
-            args, kwargs = self.replaced(args), self.replaced_by_name(kwargs)
+            args, kwargs = self.replaced(args), self.replaced_by_name(kwargs) if kwargs else kwargs
         if func is torch.autograd.grad and any(
             new is not old and not isinstance(old, Parameter) for new, old in zip(args[1], before[1], strict=True)
         ):
@@ -173,6 +167,17 @@ class CrossingMode(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
+    @staticmethod
+    def _look(lookout: Lookout, func: Any, args: Any, kwargs: Any) -> None:
+        if getattr(func, "__module__", "") == c10d.__name__:
+            every = [*args, *kwargs.values()]
+            group = next((value for value in every if isinstance(value, dist.ProcessGroup)), None)
+            lookout.travels(func.__name__, (args, kwargs), group_named(group))
+        elif getattr(func, "_qualified_op_name", "").startswith("_c10d_functional"):
+            groups = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+            if groups and func.__name__ != "all_to_all_single":
+                lookout.travels(func.__name__, (args, kwargs), group_named(groups[-1]))
+
     def replaced(self, values: Sequence[Any]) -> Any:
         """Return arguments with the tensors that enter: the same objects where none does."""
         entered, new = self._entered, []
@@ -181,7 +186,7 @@ class CrossingMode(TorchFunctionMode):
         for value in values:
             if isinstance(value, Tensor):
                 new.append(entered(value))
-            elif isinstance(value, (tuple, list)):
+            elif isinstance(value, (tuple, list)) and type(value) is not torch.Size:
                 new.append(self.replaced(value))
             else:
                 new.append(self.replaced_by_name(value) if isinstance(value, dict) else value)

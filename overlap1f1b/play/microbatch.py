@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cached_property
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -34,10 +33,7 @@ class Microbatch(Passage):
     Nothing of it is kept on a module, so that several microbatches can be open in one block.
     """
 
-    @cached_property
-    def runs(self) -> dict[int, BlockRun]:
-        """The run of each block between its first node and its last."""
-        return {}
+    runs: dict[int, BlockRun]
 
     def leaving(self, block: int) -> Leaving | None:
         """Return what the run of a block has left that may leave to host memory."""
@@ -57,14 +53,6 @@ class Microbatch(Passage):
         with torch.no_grad():
             for place in list(self.queues):
                 accumulate(self.queues.pop(place).compute())
-
-    def finish(self) -> None:
-        """Release activations, graphs and gradients at the microbatch's last compute node; results and sends stay.
-
-        With thousands of microbatches in a step, Python's garbage collector would else traverse all of it.
-        """
-        super().finish()
-        vars(self).pop("runs", None)
 
     def stop(self) -> None:
         """Unwind suspended forwards and release everything."""

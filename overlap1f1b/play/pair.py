@@ -125,6 +125,10 @@ def _play(
     failures, exchange, watch = Failures(limit=limit), stages[0].exchange, watch_of(stages[0].device)
     links = Links(failures, exchange, lanes_of(exchange, failures, watch), watch=watch)
     observers = Observers(WithoutAutocast.here())
+
+    def tagged(node: Node) -> Node:  # tags outlive this call
+        return node._replace(microbatch=members[node.microbatch].index, stage=stages[node.stage].number)
+
     with Kept(stages[0].device), ExitStack() as changed, torch.no_grad():
         for stage in stages:
             installed = Installation(stage, observers=observers)
@@ -134,6 +138,7 @@ def _play(
                     microbatch.install(installed)
         microbatches = {(stages.index(one.stage), number): one for number, one in members.items()}
         try:
-            Player(links, Times(nodes, watch), observers).play(turns_of(nodes), microbatches, microbatches.__getitem__)
+            turns = turns_of(nodes, tagged=tagged)
+            Player(links, Times(nodes, watch), observers).play(turns, microbatches, microbatches.__getitem__)
         finally:
             observers.end(failed=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from inspect import signature
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.cut.stage import Stage
-from overlap1f1b.plan import Node, Op, Place
+from overlap1f1b.plan import Op, Place
 from overlap1f1b.play.gradients import Gradients, WeightQueue
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.random import RandomStream
@@ -66,8 +65,7 @@ def name_call(error: Exception, name: str, *values: Tensor) -> None:
         error.args = (f"{name} is given {forms}: {error}",)
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
+class Objective(NamedTuple):
     """The loss of a microbatch, and where its backward begins.
 
     Args:
@@ -112,14 +110,14 @@ class Transfers:
     Attributes:
         exchanges: Of rows, each way.
         receives: What another rank's stage sends, each way.
-        announced: Receives that were posted ahead.
+        announced: Receives that were posted ahead, by their tags.
         beside: The microbatch on the stage before, for F, and after, for I, where this rank holds them.
     """
 
     def __init__(self) -> None:
         self.exchanges: dict[Kind, dict[Place, Flight[Any]]] = {Kind.F: {}, Kind.I: {}}
         self.receives: dict[Kind, Flight[Tensors]] = {}
-        self.announced: dict[Node, Transfer[Tensor] | None] = {}
+        self.announced: dict[int, Transfer[Tensor] | None] = {}
         self.beside: dict[Kind, Passage] = {}
 
 
@@ -146,6 +144,7 @@ class Passage:
         tied: Gradients of parameters that blocks share, summed until the first of these blocks adds them.
         random: Its stream of random numbers.
         memo: Values that blocks share, see :class:`~overlap1f1b.cut.blocks.MicrobatchBlock`.
+        runs: The run of each block between its first node and its last.
     """
 
     def __init__(
@@ -181,6 +180,7 @@ class Passage:
         self.transfers = Transfers()
         self.random = RandomStream(seed, stage.generators)
         self.memo: dict[object, Any] = {}
+        self.runs: dict[int, Any] = {}
 
     @property
     def stage(self) -> Stage:
@@ -218,17 +218,14 @@ class Passage:
         if before.phase is not Phase.FINISHED:
             before.transfers.beside[Kind.I] = self
 
-    def await_input(self, kind: Kind, places: Sequence[Place]) -> dict[Place, Any]:
-        """Wait for the tensors that the next compute node needs from other ranks; return what these exchanges bring."""
-        if kind in self.transfers.receives:
-            arrived = self.transfers.receives.pop(kind).wait()
-            if kind is Kind.F:
-                self.activations = arrived
-            else:
-                grads = iter(arrived)
-                self.gradients = tuple(next(grads) if required else None for required in self.returned.requires_grad)
-        flying = self.transfers.exchanges[kind]
-        return {place: flying.pop(place).wait() for place in places}
+    def await_input(self, kind: Kind) -> None:
+        """Wait for the tensors that the next compute node needs from another rank's stage."""
+        arrived = self.transfers.receives.pop(kind).wait()
+        if kind is Kind.F:
+            self.activations = arrived
+        else:
+            grads = iter(arrived)
+            self.gradients = tuple(next(grads) if required else None for required in self.returned.requires_grad)
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
         """Return the outputs of the last block, ``name``, or the loss if there is a ``loss_fn``."""
@@ -300,9 +297,13 @@ class Passage:
         return taken
 
     def finish(self) -> None:
-        """Release all but what the last block has returned and the gradients of the inputs."""
+        """Release activations, graphs and gradients at the microbatch's last compute node; results and sends stay.
+
+        With thousands of microbatches in a step, Python's garbage collector would else traverse all of it.
+        """
         before, self.phase = self.objective, Phase.FINISHED
         self.objective = Objective(loss_grad=before.loss_grad, return_outputs=before.return_outputs)
+        self.runs = {}
         del self.queues, self.transfers, self.random, self.tied, self.memo
 
 

@@ -24,6 +24,7 @@ from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.limits import DRAIN_S
 
 _NOTHING: Mapping[Place, Any] = MappingProxyType({})
+_FORWARD, _BACKWARD, _WEIGHTS, _LEFT = Way.FORWARD, Way.BACKWARD, Way.WEIGHTS, Phase.WEIGHTS  # read for every node
 
 
 class Alive:
@@ -42,10 +43,10 @@ class Alive:
     def begin(self, microbatch: Microbatch) -> None:
         """Count a microbatch whose forward runs."""
         if microbatch not in self._live:
-            self._live.add(microbatch)
-            self._held.add(microbatch)
-            self.most = max(self.most, len(self._live))
-            self.most_held = max(self.most_held, len(self._held))
+            live, held = self._live, self._held
+            live.add(microbatch)
+            held.add(microbatch)
+            self.most, self.most_held = max(self.most, len(live)), max(self.most_held, len(held))
 
     def end(self, microbatch: Microbatch) -> None:
         """Release a microbatch whose last input gradient is there, once it has no weight gradients left."""
@@ -77,16 +78,13 @@ class Player:
         self._microbatches: Mapping[MicrobatchKey, Microbatch] = {}
         self._begin: Callable[[MicrobatchKey], Microbatch]
         self._turns = Turns()
-        self._looked_at = bool(self.observers.ready) or links.gathers is not None
+        self._tells = bool(self.observers.ready) or links.gathers is not None
+        looked_at = self._tells or self.observers.before or self.observers.after or times.watch is not None
+        self._ways = (Player._play_observed,) * len(_WAYS) if looked_at else _WAYS
         self._position: int | None = None  # of the current turn in the list
         self._sends: deque[Flight[None]] = deque()
         self._late: deque[int] = deque()  # positions of weight gradients that may be played before their turn
         self._early: set[int] = set()  # of those that were
-
-    @property
-    def _each(self) -> Callable[[Turn], None]:
-        looked_at = self.observers.before or self.observers.after or self.times.watch is not None
-        return self._play_observed if looked_at else self._play
 
     @property
     def place(self) -> str | None:
@@ -114,13 +112,14 @@ class Player:
         self.times.untimed = len(self.times.nodes) - len(turns)
         if self.links.fills and self.times.watch is None and not self.observers.keep_order:
             self._late.extend(turns.late)
-        each, early = self._each, self._early
+        ways, early = self._ways, self._early
         try:
-            for self._position, turn in enumerate(turns):
+            for position, turn in enumerate(turns):
+                self._position = position
                 if failures.lost is not None:  # transfers bring nothing any more
                     raise LostRankError(failures.lost)
-                if self._position not in early:
-                    each(turn)
+                if position not in early:
+                    ways[turn.way](self, turn)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
@@ -150,33 +149,46 @@ class Player:
 
     def _play(self, turn: Turn) -> None:
         """Compute, or start a transfer."""
-        if self._looked_at and turn.way > Way.RECOMPUTE:
+        if turn.way > Way.WEIGHTS:
             for tell in self.observers.ready:
                 tell(turn.node, {})
         _WAYS[turn.way](self, turn)
 
     def _compute(self, turn: Turn) -> None:
         """Compute, behind the transfers that bring the turn's input."""
-        node, times = turn.node, self.times
+        way, times = turn.way, self.times
         microbatch = self._microbatches.get(turn.key) or self._begin(turn.key)
-        if node.kind is Kind.F:
+        if way is _FORWARD:
             self.alive.begin(microbatch)
         # 1. Wait for the exchange or transfer before it, perhaps with other weight gradients.
         received: Mapping[Place, Any] = self._await(turn, microbatch) if turn.awaits or turn.receives else _NOTHING
         moves = self.links.host is not None
-        if moves and node.kind is Kind.I and (leaving := microbatch.leaving(node.block)) is not None:
-            leaving.come_back(node)
-        if self._looked_at:
-            self._tell_ready(node, received)
+        if moves and turn.node.kind is Kind.I and (leaving := microbatch.leaving(turn.block)) is not None:
+            leaving.come_back(turn.node)
+        if self._tells:
+            self._tell_ready(turn.node, received)
         # 2. Compute.
         begun = times.stamp()
-        compute(turn, microbatch, received)
-        times.computed(node, begun)
-        if moves and node.kind is Kind.F and (leaving := microbatch.leaving(node.block)) is not None:
+        if way is _WEIGHTS:
+            accumulate(microbatch.queues.pop(queue_of(turn)).compute())
+        else:
+            run = microbatch.runs.get(turn.block)
+            if run is None:
+                run = microbatch.runs[turn.block] = BlockRun(microbatch, turn.block, turn.stretch)
+            if way is _FORWARD:
+                run.run_forward(received)
+            elif way is _BACKWARD:
+                run.run_backward(received)
+            else:
+                run.recompute(turn.node.op)
+            if run.ended:
+                del microbatch.runs[turn.block]
+        times.computed(turn.node, begun)
+        if moves and way is _FORWARD and (leaving := microbatch.leaving(turn.block)) is not None:
             received = _NOTHING  # else it would hold them
-            leaving.end(node)
+            leaving.end(turn.node)
         # 3. Release a microbatch that has ended.
-        if microbatch.phase is Phase.WEIGHTS:
+        if microbatch.phase is _LEFT:
             self.alive.end(microbatch)
 
     def _tell_ready(self, node: Node, received: Mapping[Place, Any]) -> None:
@@ -192,12 +204,17 @@ class Player:
 
     def _await(self, turn: Turn, microbatch: Microbatch) -> dict[Place, Any]:
         """Wait for what a turn needs from other ranks; return what its exchanges bring."""
-        kind = turn.node.kind
+        kind, transfers = turn.node.kind, microbatch.transfers
+        flying = transfers.exchanges[kind]
         if self._late:
-            transfers = microbatch.transfers
-            flights = [transfers.exchanges[kind][place] for place in turn.awaits]
+            flights = [flying[place] for place in turn.awaits]
             self._fill([*flights, transfers.receives[kind]] if turn.receives else flights)
-        return microbatch.await_input(kind, turn.awaits)
+        if turn.receives:
+            microbatch.await_input(kind)
+        received = {}
+        for place in turn.awaits:
+            received[place] = flying.pop(place).wait()
+        return received
 
     def _fill(self, flights: Iterable[Flight[Any]]) -> None:
         """Play weight gradients early, in plan order, until the flights have arrived or none is ready."""
@@ -207,12 +224,12 @@ class Player:
             while late and not flight.arrived:
                 if late[0] > now:
                     turn = self._turns[late[0]]
-                    microbatch, node = self._microbatches.get(turn.key), turn.node
-                    if microbatch is None or (node.op, node.block, node.call) not in microbatch.queues:
+                    microbatch = self._microbatches.get(turn.key)
+                    if microbatch is None or queue_of(turn) not in microbatch.queues:
                         return
                     self._position = late[0]
                     self._early.add(self._position)
-                    self._each(turn)
+                    self._ways[turn.way](self, turn)
                     self._position = now
                 late.popleft()
 
@@ -259,10 +276,10 @@ class Player:
         self.times.flights.append(stay.flight)
 
     def _launch_exchange(self, turn: Turn) -> None:
-        node, microbatch, times = turn.node, self._microbatches[turn.key], self.times
+        node, microbatch, times, counts = turn.node, self._microbatches[turn.key], self.times, None
         flying = microbatch.transfers.exchanges[node.kind]
-        counts = flying.get((Op.COUNTS, node.call, node.part)) if node.op is Op.DISPATCH else None
         if times.watch is not None:
+            counts = flying.get((Op.COUNTS, node.call, node.part)) if node.op is Op.DISPATCH else None
             times.since = time.perf_counter()
         lane_op, post = posting.post(turn, microbatch)
         flight = flying[turn.place] = self.links.lanes[lane_op, node.kind].launch(node, post)
@@ -272,7 +289,7 @@ class Player:
 
 
 _WAYS = (
-    *[Player._compute] * 3,
+    *[Player._compute] * 4,
     Player._launch_exchange,
     Player._send_or_receive,
     Player._start_for_parameters,
@@ -281,21 +298,7 @@ _WAYS = (
 """What plays a turn, by its :class:`~overlap1f1b.plan.turn.Way`; not of a player, which would refer to itself."""
 
 
-def compute(turn: Turn, microbatch: Microbatch, received: Mapping[Place, Any]) -> None:
-    """Carry out a compute turn; ``received`` are the rows that the exchanges before it brought, if there are any."""
-    node, stretch = turn.node, turn.stretch
-    if turn.way is Way.WEIGHTS:
-        accumulate(microbatch.queues.pop((node.op, node.block, node.call)).compute())
-        return
-    block = node.block if stretch is None else stretch.first
-    run = microbatch.runs.get(block)
-    if run is None:
-        run = microbatch.runs[block] = BlockRun(microbatch, block, stretch)
-    if turn.way is Way.RECOMPUTE:
-        run.recompute(node.op)
-    elif node.kind is Kind.F:
-        run.run_forward(received)
-    else:
-        run.run_backward(received)
-    if run.ended:
-        del microbatch.runs[block]
+def queue_of(turn: Turn) -> tuple[Op, int, int]:
+    """Return the key of the queue of a turn of weight gradients."""
+    node = turn.node
+    return node.op, node.block, node.call

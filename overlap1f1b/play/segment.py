@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -28,6 +29,9 @@ from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.functions import direct, plain_apply
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.streams import SideStream
+
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+NOTHING_ENTERED: Any = MappingProxyType({})  # what most segments have of what enters beside rows and inputs
 
 
 class Entry:
@@ -48,12 +52,12 @@ class Entry:
 
         ``anchor`` is any leaf that requires a gradient; it gets none.
         """
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
+        before = _grad_enabled()
+        _set_grad_enabled(True)
         try:
             entered: Tensor = _enter(anchor, (tensor,), self)
         finally:
-            torch._C._set_grad_enabled(before)
+            _set_grad_enabled(before)
         return entered
 
 
@@ -246,9 +250,9 @@ class Sent:
 
     def results(self, received: Any) -> list[Any]:
         """Return the tensors, or gradients, that it has brought."""
-        if self.library is None:
-            return self.layout.unpack(received)
-        return received
+        if self.library is not None:
+            return received
+        return [received] if len(self.layout.rows) == 1 else self.layout.unpack(received)
 
     def grads_back(self, entries: Sequence[Entry | None]) -> Any:
         """Return what it takes back: gradients of what it brought, which is zero at None."""
@@ -270,31 +274,33 @@ class Sent:
 class Segment:
     """One segment of a block's forward for one microbatch, at a place in the block."""
 
+    start = end = -1  # sequence numbers: its autograd nodes have numbers from ``start`` on, below ``end``
+    crossed: dict[tuple[int, int], Crossing] = NOTHING_ENTERED  # of earlier segments, by their places in the graph
+    parameters: dict[Parameter, Crossing] = NOTHING_ENTERED  # that are used in other places, too
+    # While it runs and no longer: leaves that entered; the last use of each; and of each of their storages one tensor,
+    # and its version when it entered.
+    here: dict[object, Tensor] = NOTHING_ENTERED
+    uses: dict[tuple[int, int], Use] = NOTHING_ENTERED
+    versions: dict[int, tuple[Tensor, int]] = NOTHING_ENTERED
+
     def __init__(self, place: Place, queue: WeightQueue) -> None:
         self.op, self.call, self.part = place
         self.queue = queue  # where its weight gradients wait
-        self.start = self.end = -1
-        """Sequence numbers: its autograd nodes have numbers from ``start`` on, below ``end``."""
         self.taken: list[tuple[Sent, int]] = []
         """The exchanges before it, with the number of tensors that each brought."""
         self.received: list[Entry | None] = []
         """Entries of these tensors, or of the block's inputs; None for one that requires no gradient."""
-        self.crossed: dict[tuple[int, int], Crossing] = {}
-        """What entered it from earlier segments, by the tensor's place in the graph."""
-        self.parameters: dict[Parameter, Crossing] = {}
-        """Parameters that entered it, because they are used in other places, too."""
         self.roots: list[GradientEdge] = []
         """Where gradients enter its graph."""
         self.grads: list[Tensor] = []
         """These gradients."""
         self.sent: list[Sent] = []
         """The exchanges behind it."""
-        self.here: dict[object, Tensor] = {}
-        """Leaves that entered, kept while the segment runs and no longer."""
-        self.uses: dict[tuple[int, int], Use] = {}
-        """The last use of each tensor that entered, while the segment runs."""
-        self.versions: dict[int, tuple[Tensor, int]] = {}
-        """Of each storage that entered, while the segment runs: one tensor, and its version when it entered."""
+
+    def cross(self) -> None:
+        """Prepare for what enters beside rows and inputs, as few segments must."""
+        if self.crossed is NOTHING_ENTERED:
+            self.crossed, self.parameters, self.here, self.uses, self.versions = {}, {}, {}, {}, {}
 
     def enter(self, values: Sequence[Any], requires_grad: Sequence[bool], anchor: Tensor) -> list[Any]:
         """Return what the segment begins with: values as new tensors, where they require a gradient."""

@@ -41,8 +41,7 @@ class Times:
     def computed(self, node: Node, begun: Any) -> None:
         """Note that a compute node has run since a stamp."""
         self._computed.append(node)
-        self._stamps.append(begun)
-        self._stamps.append(self.stamp())
+        self._stamps.extend((begun, self.stamp()))
 
     def launched(self, node: Node) -> None:
         """Note that a node has been launched on a device, since :attr:`since`."""

@@ -29,12 +29,12 @@ class GradientsAside:
 
     def add_back(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Add the gradients that were set aside, of some parameters or all, to the step's."""
-        for parameter in list(self._before if parameters is None else parameters):
-            if (grad := self._before.pop(parameter, None)) is not None:
-                parameter.grad = grad if parameter.grad is None else _added(grad, parameter.grad)
+        with torch.no_grad():
+            for parameter in list(self._before if parameters is None else parameters):
+                if (grad := self._before.pop(parameter, None)) is not None:
+                    parameter.grad = grad if parameter.grad is None else _added(grad, parameter.grad)
 
 
-@torch.no_grad()
 def _added(before: Tensor, grad: Tensor) -> Tensor:
     """Return the sum, in the earlier gradient's memory as autograd does: it may be part of an optimizer's buffer."""
     plain = type(before) is type(grad) is Tensor and before.layout is torch.strided and before.dtype is grad.dtype

@@ -45,6 +45,8 @@ class Reducer(Reduction):
         self._sums = self._found()
         self.reduces = any(parameters for sums in self._sums.values() for parameters, _ in sums)
         """Whether any gradient has to be summed."""
+        self._of: Sequence[Node] = ()  # the order of the last step
+        self._places: list[BlockKey] = []  # of its reductions, last first
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
         self._summed_at: dict[nn.Parameter, BlockKey] = {}  # the last of the blocks that share it
@@ -63,9 +65,11 @@ class Reducer(Reduction):
         return found
 
     def begin(self, order: Sequence[Node]) -> None:
-        places = [(node.stage, node.block) for node in reversed(order) if node.op is Op.REDUCE]
+        if order is not self._of:  # most steps play the plan of the one before
+            self._of = order
+            self._places = [(node.stage, node.block) for node in reversed(order) if node.op is Op.REDUCE]
         self._sums = self._found()  # in each step: a user may mark experts after the Engine is made
-        self._order = [place for place in places if place in self._sums]
+        self._order = [place for place in self._places if place in self._sums]
         self._ready, self._flights, self._summed_at = {}, [], {}
         for place in reversed(self._order):
             self._summed_at |= dict.fromkeys((p for part, _ in self._sums[place] for p in part), place)

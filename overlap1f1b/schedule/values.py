@@ -214,9 +214,9 @@ def check_kind(name: str, value: object, *kinds: Any) -> None:
 
 def _allows(kind: Any, value: object) -> bool:
     """Return whether a value is of an annotated kind."""
-    of, inner = get_origin(kind) or kind, get_args(kind)
-    if of is None:
+    if kind is None:
         return value is None
+    of, inner = get_origin(kind) or kind, get_args(kind)
     if of is bool and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy
         value = value.item()
     if of is Literal:

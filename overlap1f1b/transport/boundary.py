@@ -182,7 +182,7 @@ class Boundary:
         """
         self._known = {} if self._dynamic or not remember else self._of_numbers.setdefault(microbatches, {})
         self._receives, self._posted = {}, {}
-        for node in nodes if self.posts_ahead else ():
+        for node in nodes if self.posts_ahead and self._in else ():
             if node.op is Op.RECEIVE:
                 self._receives.setdefault(peer_of(node, self.placement), deque()).append(node)
         for peer in self._receives:

@@ -305,7 +305,9 @@ class Comparison:
     """
 
     def __init__(self, groups: Mapping[Dimension, Group], numbers: Sequence[float], limit: timedelta) -> None:
-        self._groups, self._limit = groups, limit
+        self._groups, self._limit, self._numbers = groups, limit, numbers
+        if not groups:  # a rank alone
+            return
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._own = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.float64, device="cpu")
@@ -317,6 +319,8 @@ class Comparison:
 
         With ``here=True``, by which ranks may call this alone, it is along any dimension of this rank.
         """
+        if not self._groups:
+            return [False] * len(self._numbers)
         lines = self._lines()
         found = (
             torch.stack([(line != self._own).any(dim=0) for line in (self._own, *lines.values())])
@@ -331,6 +335,8 @@ class Comparison:
 
     def extremes(self, position: int, *over: Dimension) -> tuple[float, float]:
         """Wait; return the least and the largest number at a position, along these dimensions of this rank, or all."""
+        if not self._groups:
+            return self._numbers[position], self._numbers[position]
         lines = [line for name, line in self._lines().items() if name in over or not over]
         most, least = torch.stack([self._own, *lines])[:, :, position].max(dim=0).values.tolist()
         return -least, most

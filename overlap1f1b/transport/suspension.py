@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from operator import call
 from typing import Any, NamedTuple
 
@@ -173,6 +174,16 @@ class Forward:
             modes.insert(len(self._outside.function_modes), self.mode)
         return inside._replace(function_modes=tuple(modes))
 
+    def without_mode(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with the mode off: all that it is given was made behind the last exchange."""
+        if not self.with_mode or _C._get_function_stack_at(_C._len_torch_function_stack() - 1) is not self.mode:
+            return function(*args)
+        _C._pop_torch_function_stack()
+        try:
+            return function(*args)
+        finally:
+            _C._push_on_torch_function_stack(self.mode)
+
     def suspend(self, passed: object) -> Any:
         """Leave the function here; return the value that it is resumed with, in the same state of the thread.
 
@@ -254,6 +265,7 @@ def _set_precision(precision: str | list[str]) -> None:
 
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     *(
         (getattr(_C, f"_get_{backend}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{backend}"))
         for backend in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
@@ -266,8 +278,28 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
 )
-"""Settings of the process: what shows each, and what sets it."""
-_SHOWN = tuple(show for show, _ in _SETTINGS)
+"""What shows each setting of the process, and what sets it."""
+
+
+@cache
+def _settings_of(kind: str) -> tuple[Sequence[Callable[[], Any]], Sequence[Callable[[Any], object]]]:
+    """Return what shows each setting, and what sets each, for a model on this kind of device: autocast comes first."""
+    pairs = (
+        (torch.is_autocast_enabled, torch.set_autocast_enabled),
+        (torch.get_autocast_dtype, torch.set_autocast_dtype),
+    )
+    casts = [(partial(show, one), partial(put, one)) for one in dict.fromkeys(("cpu", kind)) for show, put in pairs]
+    shown, put = zip(*casts, *_SETTINGS, strict=True)
+    return shown, put
+
+
+_FIXED_SHOWN = (
+    torch.is_inference_mode_enabled,
+    _C._are_functorch_transforms_active,
+    _autograd._saved_tensors_hooks_is_enabled,
+    _C._is_torch_function_enabled,
+)
+"""What shows the first of :data:`_FIXED`."""
 
 
 class ThreadState(NamedTuple):
@@ -278,48 +310,42 @@ class ThreadState(NamedTuple):
     """
 
     grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    autocast_cache: bool
     hooks: tuple[tuple[Any, Any], ...]
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
+    kind: str
+    """Of the model's device."""
     settings: list[Any]
-    """Of each of :data:`_SETTINGS`."""
+    """Of each of :func:`_settings_of` this kind."""
     fixed: tuple[object, ...]
     """State that cannot be changed inside a running forward, of each of :data:`_FIXED`."""
 
     @classmethod
     def capture(cls, device: torch.device) -> ThreadState:
         """Return the present state; ``device`` is the model's."""
-        enabled, dtype, kind = torch.is_autocast_enabled, torch.get_autocast_dtype, device.type
-        gpu = devices.gpu_of(device)
-        autocast: tuple[tuple[str, bool, torch.dtype], ...] = (("cpu", enabled("cpu"), dtype("cpu")),)
-        if kind != "cpu":
-            autocast = (*autocast, (kind, enabled(kind), dtype(kind)))
+        gpu, kind = devices.gpu_of(device), device.type
         return cls(
             torch.is_grad_enabled(),
-            autocast,
-            torch.is_autocast_cache_enabled(),
             () if _autograd._top_saved_tensors_default_hooks(True) is None else _saved_tensor_hooks(),
             tuple(_get_current_function_mode_stack()) if _C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if _C._len_torch_dispatch_stack() else (),
-            [*map(call, _SHOWN)],
-            (
-                torch.is_inference_mode_enabled(),
-                _C._functorch.peek_interpreter_stack() is not None,
-                _autograd._saved_tensors_hooks_is_enabled(),
-                _C._is_torch_function_enabled(),
-                _computes_in_fp8(),
-                None if gpu is None else gpu.current_stream(device),
-            ),
+            kind,
+            [*map(call, _settings_of(kind)[0])],
+            (*map(call, _FIXED_SHOWN), _computes_in_fp8(), None if gpu is None else gpu.current_stream(device)),
         )
+
+    @property
+    def autocast(self) -> tuple[Any, ...]:
+        """Whether it is on, and its dtype, for a CPU and for the model's device."""
+        return tuple(self.settings[: 2 if self.kind == "cpu" else 4])
 
     def restore(self, now: ThreadState, name: str) -> None:
         """Set this state; ``now`` is the present one.
 
         ValueError, by the module's ``name``, for a state that cannot be set.
         """
-        if self == now:
+        if self[1:] == now[1:] and not now.function_modes:  # as of most forwards, where they are suspended
+            _C._set_grad_enabled(self.grad)
             return
         if self.fixed != now.fixed:
             what = next(what for what, a, b in zip(_FIXED, self.fixed, now.fixed, strict=True) if a != b)
@@ -330,12 +356,6 @@ class ThreadState(NamedTuple):
         for _ in now.function_modes:  # first, since a mode is called for whatever is set
             _C._pop_torch_function_stack()
         _C._set_grad_enabled(self.grad)
-        if self.autocast != now.autocast:
-            for kind, enabled, dtype in self.autocast:
-                torch.set_autocast_enabled(kind, enabled)
-                torch.set_autocast_dtype(kind, dtype)
-        if self.autocast_cache != now.autocast_cache:
-            torch.set_autocast_cache_enabled(self.autocast_cache)
         if self.hooks != now.hooks:
             for _ in now.hooks:
                 _autograd._pop_saved_tensors_default_hooks()
@@ -349,7 +369,7 @@ class ThreadState(NamedTuple):
             _C._push_on_torch_function_stack(mode)
 
     def _swap_settings(self, now: ThreadState) -> None:
-        for (_, put), wanted, found in zip(_SETTINGS, self.settings, now.settings, strict=True):
+        for put, wanted, found in zip(_settings_of(self.kind)[1], self.settings, now.settings, strict=True):
             if wanted != found:
                 put(wanted)
 

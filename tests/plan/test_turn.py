@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, StageShape, compile
+from overlap1f1b.plan import BlockShape, NodeCosts, Op, Overlap, Plan, StageShape, compile
 from overlap1f1b.plan.turn import Plain, Turn, Way, turns_of
 from overlap1f1b.schedule import Kind, build_schedule
 
@@ -94,7 +94,33 @@ def test_what_a_turn_waits_for(overlap: Overlap) -> None:
         there = flying.setdefault((turn.key, turn.node.kind), set())
         if turn.way is Way.EXCHANGE:
             there.add(turn.place)
-        if turn.way is Way.COMPUTE:
+        if turn.way <= Way.BACKWARD:
             assert set(turn.awaits) <= there
             there -= set(turn.awaits)
             assert not {place for place in there if place[0].value != "counts"}
+
+
+def test_what_follows_an_exchange() -> None:
+    """Of the same part: a forward goes to the next exchange, its last one to the backward, which comes back."""
+    turns = turns_of(planned("combined_1f1b", (MOE._replace(parts=2), DENSE, MOE), 2).nodes)
+    exchanges = [turn for turn in turns if turn.way is Way.EXCHANGE and turn.node.op is not Op.COUNTS]
+    way: dict[object, list[str]] = {}
+    for turn in exchanges:
+        way.setdefault((turn.key, turn.node.part), []).append(f"{turn.node.name}[{turn.block}]")
+    first = (
+        "dispatch.f[0] combine.f[0] dispatch.f[2] combine.f[2] combine.b[2] dispatch.b[2] combine.b[0] dispatch.b[0]"
+    )
+    assert all(" ".join(names) == first for (_, part), names in way.items() if part == 0)
+    of = {turn.tag: turn for turn in exchanges}
+    assert len(of) == len(exchanges)
+    for turn in exchanges:
+        if (next_ := turn.following) is None:
+            assert turn.node.kind is Kind.I
+        else:
+            assert (of[next_.tag].block, of[next_.tag].place) == (next_.block, next_.place)
+            names = way[turn.key, turn.node.part]
+            assert names.index(f"{of[next_.tag].node.name}[{next_.block}]") == 1 + names.index(
+                f"{turn.node.name}[{turn.block}]"
+            )
+            counts = of[next_.tag].node._replace(op=Op.COUNTS).tag
+            assert next_.counts == counts
