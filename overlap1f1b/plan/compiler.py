@@ -136,7 +136,7 @@ def fastest(
     if program.open and isinstance(overlap, int) and overlap >= SEARCHED_FROM:
         tries.search()
     if tries.leaves:
-        for plan in leaving(tries.played, costs, rooms, every=every, counts_block=counts_block, progress=progress):
+        for plan in leaving(tries.played, costs, rooms, every=every, counts_block=counts_block):
             tries.keep(plan)
     return [replace(plan, ranks=receiving_in_order(plan.ranks, tries.chains)) for plan in tries.ordered()]
 

@@ -12,7 +12,7 @@ backward does not wait. Where that is not enough for a limit of memory, it waits
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import itemgetter
@@ -24,12 +24,6 @@ from overlap1f1b.plan.node import MOVES, OWN_AGAIN, Node, Op, Resource
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
-ROUNDS, TRIED = 8, 6
-"""How often an order is improved by a stay that does not leave, and of how many the best is chosen."""
-
-Place = tuple[int, ...]
-"""What tells a stay: :attr:`Node.stay`."""
-
 
 def leaving(
     plans: Iterable[Plan],
@@ -38,12 +32,11 @@ def leaving(
     *,
     every: bool,
     counts_block: bool = False,
-    progress: Callable[[float], None] = lambda share: None,
 ) -> list[Plan]:
     """Return plans of several orders within the rooms, in which activations leave to host memory.
 
     With ``every`` all do that can be back in time; else those that have to, in the orders that could be the fastest.
-    ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step. It calls ``progress``.
+    ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step.
     """
     if every:
         return [offloaded(plan, costs, counts_block=counts_block) for plan in plans]
@@ -53,54 +46,14 @@ def leaving(
     for plan in sorted((plan for plan in found if not plan.fits(rooms)), key=lambda plan: plan.predicted):
         if plan.predicted >= best:  # with copies it is no faster
             break
-        less = _improved(plan, costs, rooms, counts_block=counts_block, progress=progress)
+        less = offloaded(plan, costs, rooms, counts_block=counts_block)
         if less.fits(rooms):
             kept.append(less)
             best = min(best, less.predicted)
     return kept
 
 
-def _improved(
-    plan: Plan, costs: NodeCosts, rooms: Sequence[float], *, counts_block: bool, progress: Callable[[float], None]
-) -> Plan:
-    """Return what leaves for the rooms; where compute waits for a copy, perhaps another stay leaves in its place."""
-    best, stays = offloaded(plan, costs, rooms, counts_block=counts_block), frozenset[Place]()
-    for _ in range(ROUNDS):
-        progress(0.0)
-        tries = [stays | {place} for place in _awaited(best, costs, counts_block=counts_block)[:TRIED]]
-        others = [(offloaded(plan, costs, rooms, stays=one, counts_block=counts_block), one) for one in tries]
-        other, stays = min(others, key=lambda one: (not one[0].fits(rooms), one[0].predicted), default=(best, stays))
-        if not other.fits(rooms) or other.predicted >= best.predicted:
-            break
-        best = other
-    return best
-
-
-def _awaited(plan: Plan, costs: NodeCosts, *, counts_block: bool) -> list[Place]:
-    """Return the stays whose copies compute waits for, the longest wait first."""
-    waits: dict[Place, float] = {}
-    for spans in play_ranks(plan.ranks, plan.program.placement, costs, counts_block=counts_block):
-        now, back = 0.0, dict[Place, float]()
-        for node, start, end in spans:
-            place = node.stay
-            if node.op is Op.FETCH:
-                back[place] = end
-            computes = node.resource is Resource.COMPUTE
-            fetched = computes and node.kind is Kind.I and back.pop(place, None) == start
-            if (fetched or node.op is Op.FREE) and start > now:
-                waits[place] = waits.get(place, 0.0) + start - now
-            now = max(now, end) if computes or node.op is Op.FREE else now
-    return sorted(waits, key=lambda place: -waits[place])
-
-
-def offloaded(
-    plan: Plan,
-    costs: NodeCosts,
-    rooms: Sequence[float] = (),
-    *,
-    stays: Set[Place] = frozenset(),
-    counts_block: bool = False,
-) -> Plan:
+def offloaded(plan: Plan, costs: NodeCosts, rooms: Sequence[float] = (), *, counts_block: bool = False) -> Plan:
     """Return a plan in which activations leave to host memory, of blocks whose shapes allow it.
 
     Args:
@@ -108,7 +61,6 @@ def offloaded(
         costs: Of its nodes, with the copies, and what they move as bytes of ``FREE``.
         rooms: Bytes that each pipeline rank may hold beyond those before the step, for which activations leave; without
             them all leave that can be back in time.
-        stays: Those that do not leave.
         counts_block: Whether the host waits for counts.
     """
     if not any(block.offload for shape in plan.shapes for block in shape):
@@ -117,7 +69,7 @@ def offloaded(
     kept = [[node for node in nodes if node.op not in MOVES] for nodes in plan.ranks]
     ranks = []
     for rank, spans in enumerate(play_ranks(kept, placement, costs, counts_block=counts_block)):
-        line = _Line(spans, plan, costs, stays)
+        line = _Line(spans, plan, costs)
         if rooms:
             line.keep_within(rooms[rank])
         else:
@@ -157,10 +109,11 @@ class _Stay:
     def leaves(self) -> bool:
         return self.free >= 0
 
-    def of(self, op: Op) -> Node:
-        kind = Kind.I if op is Op.FETCH else Kind.F
-        number, part = self.node.segment
-        return self.node._replace(op=op, kind=kind, call=number, part=part)
+
+def _copy(node: Node, op: Op) -> Node:
+    """Return a copy of the activations that a forward leaves."""
+    number, part = node.segment
+    return node._replace(op=op, kind=Kind.I if op is Op.FETCH else Kind.F, call=number, part=part)
 
 
 @dataclass(eq=False)
@@ -189,7 +142,7 @@ class _Link:
 class _Line:
     """The nodes of a rank in their order, with the times at which they are issued, and the stays between them."""
 
-    def __init__(self, spans: Sequence[Span], plan: Plan, costs: NodeCosts, stays: Set[Place]) -> None:
+    def __init__(self, spans: Sequence[Span], plan: Plan, costs: NodeCosts) -> None:
         self.order, self.costs = [span.node for span in spans], costs
         self.issued: list[float] = []  # when all compute before a position has ended
         self.starts: list[float] = []  # when the first compute at a position or behind it starts
@@ -205,10 +158,10 @@ class _Line:
         self.starts.append(now)
         self.issued.append(now)
         self.out, self.back = _Link(), _Link()
-        self.stays = [one for one in self._stays(plan) if one.node.stay not in stays]
+        self.stays = list(self._stays(plan))
 
-    def _stays(self, plan: Plan) -> list[_Stay]:
-        begins, ends = dict[Place, int](), dict[Place, int]()
+    def _stays(self, plan: Plan) -> Iterator[_Stay]:
+        begins, ends = dict[tuple[int, ...], int](), dict[tuple[int, ...], int]()
         for at, node in enumerate(self.order):
             place = node.stay
             if node.resource is not Resource.COMPUTE or not plan.shapes[node.stage][node.block].offload:
@@ -218,15 +171,12 @@ class _Line:
             elif node.kind is Kind.I:
                 for one in [one for one in begins if one[:4] == place[:4]] if node.op in OWN_AGAIN else [place]:
                     ends.setdefault(one, at)
-        found = []
         for place, begin in begins.items():
             if place in ends:
-                stay = _Stay(self.order[begin - 1], begin, ends[place], 0.0, 0.0, 0.0)
-                free, out, back = (stay.of(op) for op in (Op.FREE, Op.OFFLOAD, Op.FETCH))
-                stay.bytes = -self.costs.bytes.get(cost_key(free), Held()).kept
-                stay.out, stay.back = self.costs(out), self.costs(back)
-                found.append(stay)
-        return found
+                node = self.order[begin - 1]
+                free, out, back = (_copy(node, op) for op in (Op.FREE, Op.OFFLOAD, Op.FETCH))
+                size = -self.costs.bytes.get(cost_key(free), Held()).kept
+                yield _Stay(node, begin, ends[place], size, self.costs(out), self.costs(back))
 
     def _look(self, stay: _Stay) -> tuple[int, int]:
         """Find times for the copies of a stay; return where it would be freed and fetched if nothing shall wait."""
@@ -267,10 +217,10 @@ class _Line:
                     needs[position] -= stay.bytes * (position not in before)
 
     def _price(self, stay: _Stay, at: int) -> tuple[float, float]:
-        """Return the time that it costs for each byte if a stay is away at a position; then how soon it is back."""
+        """Return the time that it costs for each byte if a stay is away at a position; then larger ones first."""
         self._look(stay)
         waits = max(0.0, stay.left - self.starts[at]) + max(0.0, self.issued[at + 1] - stay.needed)
-        return waits / stay.bytes, -self.starts[stay.end]
+        return waits / stay.bytes, -stay.bytes
 
     def nodes(self) -> list[Node]:
         """Return the order with the copies."""
@@ -279,5 +229,5 @@ class _Line:
         for op in (Op.OFFLOAD, Op.FREE, Op.FETCH):
             for stay in sorted(away, key=lambda one: one.end if op is Op.FETCH else one.begin):
                 at = {Op.OFFLOAD: stay.begin, Op.FREE: stay.free, Op.FETCH: stay.fetch}[op]
-                added.setdefault(at, []).append(stay.of(op))
+                added.setdefault(at, []).append(_copy(stay.node, op))
         return [node for at in range(len(self.order) + 1) for node in (*added.get(at, ()), *self.order[at : at + 1])]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from overlap1f1b.learn.planner import lighter
 from overlap1f1b.plan import BlockShape, CostKey, Held, NodeCosts, Op, Plan, fastest, offloaded
+from overlap1f1b.plan.compiler import ROUNDING
 from overlap1f1b.schedule import Kind, build_schedule
 from tests.plan.cases import costs_of, makespan, programs, shapes
 from tests.plan.rules import broken_rules
@@ -111,6 +112,6 @@ def test_never_slower_than_what_keeps_everything_at_any_limit(cases: int) -> Non
             ]
             for shape in (tuple(block._replace(offload=False) for block in leaves), leaves)
         )
-        assert min(after) <= min(before)
+        assert min(after) <= min(before) * (1 + ROUNDING)  # times are summed in another order
         less += min(after) < min(before)
     assert less >= cases // 10
