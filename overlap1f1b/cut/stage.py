@@ -48,10 +48,11 @@ class Cut:
             have a node of their own. The first segment shares this node with the rest of the block.
         behind: Exchanges of rows behind each segment of each block.
         exchanges: Number of exchanges of rows of each block.
+        last: Number of the last block.
     """
 
     def __init__(self, shape: StageShape) -> None:
-        self.shape = shape
+        self.shape, self.last = shape, len(shape) - 1
         every = [segments_of(block) for block in shape]
         self.segments = [
             [(place, bool(number) and block.defers(place[0])) for number, (place, _) in enumerate(segments)]
@@ -134,8 +135,6 @@ class Stage:
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
-        self.last = len(self.blocks) - 1
-        """Number of the last block."""
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         """Names of the blocks, for messages."""
         self.device = device or device_of(self.blocks) or torch.device("cpu")

@@ -31,7 +31,6 @@ from torch.nn import Parameter
 from overlap1f1b.cut.bits import storage_of
 from overlap1f1b.cut.blocks import MicrobatchBlock
 from overlap1f1b.cut.edges import edge_of, is_walked_often, nodes_behind
-from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op, Place
 from overlap1f1b.plan.turn import Stretch
@@ -71,34 +70,32 @@ class BlockRun:
     carried: PlaceValues | None = None  # what the forward takes along while it is suspended
     recomputation: Recomputation | None = None  # parts of the forward that are computed again, once there is one
     leaving: Leaving | None = None  # what the forward leaves for the backward, if it goes to host memory meanwhile
-    ended = False  # whether it has nothing left to run
 
     def __init__(self, microbatch: Passage, block: int, stretch: Stretch | None = None) -> None:
         self.microbatch, self.block, self.stretch = microbatch, block, stretch
-        self.last = block if stretch is None else stretch.last
         self.installed: Installation = microbatch.installed
-        self.shape = self.installed.cut.shape[block]
-        self.uses = self.installed.uses[block]
-        self.learns = not self.uses.known
+        self.facts = self.installed.facts[block]
+        """What the step knows of the block."""
+        self.learns = not self.facts.uses.known
         """Whether the forward shows how the block uses its parameters and places."""
-        self.own: OwnExchanges = self.installed.own[block] if microbatch.grad else OwnExchanges()
-        """Exchanges that the block makes by itself, where it is cut."""
         self.queue = WeightQueue()
         self.deferred: dict[int, WeightQueue] = {}
         """Of the blocks of a stretch that leave weight gradients to turns of their own."""
         self.segments: list[Segment] = []
-        """Segments whose backward has not ended."""
-        self.outs: list[Root | None] = []
-        """Outputs; their values have been handed on, only their graph is held."""
+        """Segments whose backward has not ended; none once nothing is left to run."""
         self.sent: dict[Place, Sent] = {}
         """Exchanges that the forward has reached, until their backward."""
-        self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
     @property
     def name(self) -> str:
         """Name of the block, for messages."""
         return self.installed.stage.names[self.block]
+
+    @property
+    def last(self) -> int:
+        """The last of the blocks that it runs through."""
+        return self.block if self.stretch is None else self.stretch.last
 
     # ---------------------------------------------------------------------------------------------- forward
 
@@ -115,14 +112,14 @@ class BlockRun:
 
     def _start(self, x: Tensors) -> Reached:
         """Run the module from its inputs to its first exchange or to its outputs."""
-        microbatch, installed, shape = self.microbatch, self.installed, self.shape
+        microbatch, installed, shape = self.microbatch, self.installed, self.facts.shape
         grad, segment = microbatch.grad, self._open()
         inputs = segment.enter(x, [grad and t.requires_grad for t in x], installed.anchor)
         if self.stretch is not None:
             return self._run_through(self.stretch, inputs)
         lookout = self._lookout() if grad and installed.observers.lookouts else None
         suspends = lookout is not None or installed.cut.exchanges[self.block] > 0 or (grad and shape.drops(shape.own))
-        mode = grad and (lookout is not None or bool(self.own.every) or self.uses.watched)
+        mode = grad and (lookout is not None or bool(self.facts.own.every) or self.facts.uses.watched)
         if mode or suspends:
             self.mode = CrossingMode(self.entered, self.used_apart, lookout)
         call: Callable[..., Tensors] = partial(call_block, microbatch, self.block)
@@ -143,7 +140,7 @@ class BlockRun:
 
     def _drawing(self) -> AbstractContextManager[None]:
         """Return the context of a segment that may draw random numbers."""
-        draws, again = self.installed.stage.draws, self.shape.recompute != "none"
+        draws, again = self.installed.stage.draws, self.facts.shape.recompute != "none"
         return draws.within(self.block, self.microbatch.random, always=again)
 
     def _run_through(self, stretch: Stretch, inputs: Sequence[Tensor]) -> Tensors:
@@ -168,7 +165,7 @@ class BlockRun:
 
     def _suspendable(self, call: Callable[..., Tensors], lookout: Lookout | None) -> Forward:
         """Return the forward on a stack of its own."""
-        shape, stage = self.shape, self.installed.stage
+        shape, stage = self.facts.shape, self.installed.stage
         known = stage.inside[self.block].places
         learns, repeats = self.learns or lookout is not None, shape.recompute != "none"
         if learns or known.changing or known.own is not None:
@@ -180,7 +177,7 @@ class BlockRun:
                 parts = self._recomputation()
                 part = partial(parts.run_part, later=True) if shape.drops(Op.EXPERTS) else parts.run_kept
                 call = parts.function(call) if shape.drops(shape.own) else call
-            hides = self.own.hides if lookout is None else partial(self._look, lookout)
+            hides = self.facts.own.hides if lookout is None else partial(self._look, lookout)
             handlers = Handlers(part, self._checkpoint, hides=hides, parts=shape.parts)
             call = call if self.leaving is None else self.leaving.around(call)
         return Forward(call, stage.names[self.block], stage.device, self.installed.stacks, self.mode, handlers)
@@ -197,7 +194,7 @@ class BlockRun:
         """Return what computes parts of the forward again; it does not refer to this run."""
         if self.recomputation is None:
             seed, keep = self.microbatch.random.seed, Kept if self.leaving is None else self.leaving.pack
-            self.recomputation = Recomputation(self.installed, self.block, seed, self.own.hides, keep)
+            self.recomputation = Recomputation(self.installed, self.block, seed, self.facts.own.hides, keep)
         return self.recomputation
 
     def _resume(self, received: Mapping[Place, Any]) -> Reached:
@@ -243,9 +240,7 @@ class BlockRun:
         return segment
 
     def _close(self, segment: Segment) -> None:
-        """Close the running segment, and note the storages that it has changed in place."""
-        if changed := segment.close():
-            self._changed |= dict.fromkeys(changed, segment.start)
+        segment.close()
         self.installed.made.append((segment.start, segment.end, self.microbatch.index))
 
     def _reach(self, calls: list[ExchangeCall]) -> None:
@@ -254,7 +249,7 @@ class BlockRun:
         behind = cut.behind[self.block][len(self.segments) - 1] if len(self.sent) < cut.exchanges[self.block] else ()
         if len(calls) != len(behind):
             raise ValueError(self._wrong_number(f"more than {len(self.sent)}"))
-        if self.own.every or self.installed.observers.routed:
+        if self.facts.own.every or self.installed.observers.routed:
             self._look_at(calls, behind)
         self._close(segment)
         for call, place in zip(calls, behind, strict=True):
@@ -265,11 +260,11 @@ class BlockRun:
 
     def _look_at(self, calls: Sequence[ExchangeCall], behind: Sequence[Place]) -> None:
         """Check exchanges of the block's own; tell the observers of a call of experts when its rows leave."""
-        stage = self.installed.stage
+        stage, own = self.installed.stage, self.facts.own
         for call, (_, number, _) in zip(calls, behind, strict=True):
-            if self.own.every:  # a model may send what an earlier segment has made; our experts send what they make
+            if own.every:  # a model may send what an earlier segment has made; our experts send what they make
                 sizes = [segment.sent[0].call.splits for segment in self.segments[:-1]]
-                self.own.check(len(sizes), call, sizes)
+                own.check(len(sizes), call, sizes)
                 call.tensors[:] = map(self.entered, call.tensors)
             elif not call.back and isinstance(call.splits, Route):
                 places = stage.number, self.block, number, self.microbatch.index
@@ -292,7 +287,7 @@ class BlockRun:
             return Sent(place, call, layout, requires_grad, edges, library, bare)
         rows = layout.pack(bare) if len(bare) > 1 else bare[0]
         # The model may change its own tensor while it is still being sent.
-        rows = rows.clone() if self.own.every and len(bare) == 1 else rows
+        rows = rows.clone() if self.facts.own.every and len(bare) == 1 else rows
         return Sent(place, call, layout, requires_grad, edges, None, rows, rows.shape[0])
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
@@ -306,7 +301,7 @@ class BlockRun:
             if not self.installed.began <= node._sequence_nr() < segment.start or is_walked_often(node):
                 continue
             if node._sequence_nr() < first:
-                self.uses.note_outside()
+                self.facts.uses.note_outside()
                 warnings.warn(
                     f"{self._self_or_loss} uses a tensor of {node.name()} that another "
                     "block or microbatch has left in an attribute, a list or the like, with its graph: losses and "
@@ -322,20 +317,20 @@ class BlockRun:
 
     def _wrong_number(self, found: str) -> str:
         """Return the message for a block that exchanges another number of times than it was cut at."""
-        if self.own.every:
+        if self.facts.own.every:
             return (
                 f"{self.name} exchanges rows {found} times; "
-                f"allowed: {len(self.own.every)} times, as in the first step, on all ranks"
+                f"allowed: {len(self.facts.own.every)} times, as in the first step, on all ranks"
             )
         return (
-            f"{self.name} exchanges rows {found} times and holds {self.shape.expert_calls} Experts; "
+            f"{self.name} exchanges rows {found} times and holds {self.facts.shape.expert_calls} Experts; "
             f"allowed: one call of each, {self.installed.cut.exchanges[self.block]} exchanges"
         )
 
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
         microbatch, stage = self.microbatch, self.installed.stage
-        is_last, stretch = self.last == stage.last, self.stretch
+        is_last, stretch = self.last == self.installed.cut.last, self.stretch
         if stretch is None:
             stage.draws.forwarded(self.block)
         requires_grad = tuple(map(_REQUIRES_GRAD, outs))
@@ -343,13 +338,14 @@ class BlockRun:
             raise ValueError(_without_gradient(self.name))
         if microbatch.grad:
             # Their graph, for the backward.
-            self.outs = [Root.at(out if stretch is not None else self.entered(out)) for out in outs]
+            segment = self.segments[-1]
+            segment.outs = [Root.at(out if stretch is not None else self.entered(out)) for out in outs]
             if self.recomputation is not None:
                 self.recomputation.end()
-            self._close(self.segments[-1])
+            self._close(segment)
             if self.learns:
-                self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
-                self.uses.note_forward()
+                self._check_graph(segment, [out and out.edge for out in segment.outs])
+                self.facts.uses.note_forward()
         passed = tuple(map(Tensor.detach, outs))
         if is_last:
             microbatch.end_forward(passed, requires_grad)
@@ -379,7 +375,8 @@ class BlockRun:
                 self._check_walked_often(node)
             storage = storage_of(tensor)
             _, version = segment.versions.setdefault(storage, (tensor, tensor._version))
-            if tensor._version != version or number < self._changed.get(storage, 0):
+            later = (one for one in self.segments if number < one.start)
+            if tensor._version != version or any(storage in one.changed for one in later):
                 raise ValueError(self._changed_in_place)
             segment.crossed[key], entered = Crossing.into_segment(tensor, self.installed.anchor)
             segment.here[key] = entered
@@ -415,18 +412,18 @@ class BlockRun:
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to a queue."""
         self._may_cast(weight)
-        self.uses.defers(weight, len(self.segments) - 1)
+        self.facts.uses.defers(weight, len(self.segments) - 1)
 
     def _may_cast(self, parameter: Parameter) -> None:
         if torch.is_autocast_enabled(parameter.device.type):
-            self.uses.casts(parameter, tied=parameter in self.installed.stage.tied)
+            self.facts.uses.casts(parameter, tied=parameter in self.installed.stage.tied)
 
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
         """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
 
         Its gradients are summed before they are added to ``.grad``, as in one backward of everything.
         """
-        uses, number, segment = self.uses, len(self.segments) - 1, self.segments[-1]
+        uses, number, segment = self.facts.uses, len(self.segments) - 1, self.segments[-1]
         alone = parameter not in uses.apart and self.installed.stage.tied.get(parameter, self.block) == self.block
         if alone and uses.first.setdefault(parameter, number) == number:
             return parameter
@@ -461,8 +458,8 @@ class BlockRun:
                 raise
             raise self._walked from error
         self.segments.pop()
-        if self.uses.several and segment.queue is not self.queue:
-            segment.queue.move(self.uses.several, self.queue)
+        if self.facts.uses.several and segment.queue is not self.queue:
+            segment.queue.move(self.facts.uses.several, self.queue)
         # 3. Gradients of the tensors that had entered it.
         if segment.crossed is not NOTHING_ENTERED:
             self._leave(segment)
@@ -496,11 +493,12 @@ class BlockRun:
     def _begin_backward(self) -> None:
         """Take the gradients of the block's outputs, where its graph begins."""
         grads = self.microbatch.take_gradients()
-        outs, self.outs = self.outs, []
+        segment = self.segments[-1]
+        outs, segment.outs = segment.outs, ()
         name = self.installed.stage.names[self.last]
         for out, grad in zip(outs, grads, strict=True):
             if out is not None and grad is not None:
-                self.segments[-1].add_root(out.edge, out.checked(grad, name))
+                segment.add_root(out.edge, out.checked(grad, name))
 
     def _take(self, received: Mapping[Place, Any]) -> None:
         segment = self.segments[-1]
@@ -526,7 +524,7 @@ class BlockRun:
         number = len(self.segments)
         if parameter in self.installed.stage.tied:
             self.microbatch.tied[parameter] = grad
-        elif parameter not in self.uses.apart and self.uses.first.get(parameter, number) < number:
+        elif parameter not in self.facts.uses.apart and self.facts.uses.first.get(parameter, number) < number:
             self._summed[parameter] = grad
         else:
             self.queue.keep(parameter, grad)
@@ -541,11 +539,11 @@ class BlockRun:
         for sums in (self._summed, self.microbatch.tied):
             for parameter in list(sums):
                 at_home = stage.tied.get(parameter, self.block) == self.block
-                if at_home and self.uses.first.get(parameter, 0) == number:
+                if at_home and self.facts.uses.first.get(parameter, 0) == number:
                     segment.add_root(edge_of(parameter), sums.pop(parameter))
 
     def _finish_backward(self, first: Segment) -> None:
-        shape = self.shape
+        shape = self.facts.shape
         if self.stretch is not None:
             for block, queue in self.deferred.items():
                 self.microbatch.queues[Op.DENSE, block, 0] = queue
@@ -559,7 +557,7 @@ class BlockRun:
 
     def _release(self, *, ends: bool) -> None:
         """End this run; with ``ends`` the microbatch has nothing left but weight gradients."""
-        self.ended = True
+        self.segments.clear()
         if self.mode is not None:
             self.mode.end()
         if ends:
@@ -577,7 +575,7 @@ class BlockRun:
             self.mode.end()
         if self.forward is not None:
             self.forward.stop()
-        self.segments, self.outs, self.sent, self.recomputation, self.leaving = [], [], {}, None, None
+        self.segments, self.sent, self.recomputation, self.leaving = [], {}, None, None
 
 
 def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
@@ -609,7 +607,7 @@ def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
             )
         raise
     outs = (returned,) if isinstance(returned, Tensor) else _several(returned, module, stage.names[block], x)
-    if block < stage.last:
+    if block < microbatch.installed.cut.last:
         return outs
     if microbatch.grad and any(map(_REQUIRES_GRAD, x)) and not any(map(_REQUIRES_GRAD, outs)):
         raise ValueError(_without_gradient(stage.names[block]))

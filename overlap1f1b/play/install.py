@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from overlap1f1b.cut.uses import ParameterUses
 from overlap1f1b.cut.weights import Put, split_grouped_mm, split_linear
 from overlap1f1b.kernels.grouped_mm import EightBits, GroupedMM, has_own_products
 from overlap1f1b.moe.experts import Experts, GroupedProduct, has_product_of_experts
-from overlap1f1b.plan import StageShape
+from overlap1f1b.plan import BlockShape, StageShape
 from overlap1f1b.plan.turn import Plain
 from overlap1f1b.play.crossing import functions_cross
 from overlap1f1b.play.gradients import WeightQueue
@@ -32,6 +33,20 @@ from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.host import HostMemory
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
 from overlap1f1b.transport.suspension import Stack, ThreadState, uncompiled
+
+
+class BlockFacts(NamedTuple):
+    """What a step knows of a block.
+
+    Args:
+        shape: In the step's plan.
+        uses: Where it uses its parameters.
+        own: Exchanges that it makes by itself, where it is cut.
+    """
+
+    shape: BlockShape
+    uses: ParameterUses
+    own: OwnExchanges
 
 
 class Installation:
@@ -50,8 +65,7 @@ class Installation:
 
     Attributes:
         cut: The stage as it is cut in the step.
-        uses: Where each block uses its parameters.
-        own: Exchanges that each block makes by itself, where it is cut.
+        facts: What the step knows of each block.
         thread: State of the thread between the nodes.
         began: Sequence number below those of all autograd nodes of the step, and above earlier ones.
         made: First and last sequence number, which is excluded, of each segment, and its microbatch.
@@ -78,9 +92,11 @@ class Installation:
         self.observers = observers or Observers()
         self.thread = ThreadState.capture(stage.device)
         casts = self.thread.autocast
-        self.uses: list[ParameterUses] = [stage.uses_of(n, block, casts) for n, block in enumerate(self.cut.shape)]
-        self.own = [
-            stage.own_exchanges[block] if shape.exchanges and block in stage.own_exchanges else OwnExchanges()
+        nothing, found = OwnExchanges(), stage.own_exchanges
+        self.facts = [
+            BlockFacts(
+                shape, stage.uses_of(block, shape, casts), found.get(block, nothing) if shape.exchanges else nothing
+            )
             for block, shape in enumerate(self.cut.shape)
         ]
         self._capacity, self._adds_to_main = capacity, adds_to_main
@@ -100,7 +116,7 @@ class Installation:
             aux_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
             divided: Whether a graph is divided, or a weight gradient computed apart; else products stay as they are.
         """
-        for uses in self.uses:
+        for _, uses, _ in self.facts:
             uses.settle()
         crossing = functions_cross() if divided else nullcontext()
         with replaced(self._replacements(aux_scale, divided=divided)), crossing:
@@ -133,7 +149,7 @@ class Installation:
         at_once = isinstance(self.exchange, LocalExchange) and self._capacity is None
         at_once &= not any(hasattr(p, "main_grad") for every in stage.expert_parameters.values() for p in every)
         blocks = set()
-        for block, (shape, uses) in enumerate(zip(self.cut.shape, self.uses, strict=True)):
+        for block, (shape, uses, _) in enumerate(self.facts):
             options = options_of(stage.blocks[block])
             if shape.recompute != "none" or shape.gathered or shape.offload or shape.exchanges:
                 continue
@@ -144,7 +160,7 @@ class Installation:
             if uses.plain and stage.draws.knows(block):
                 blocks.add(block)
         # Of a weight that is used in another way, too, autograd would add that gradient earlier than a queue does.
-        whole = [block for block in blocks if self.cut.shape[block].expert_calls or self.uses[block].several]
+        whole = [block for block in blocks if self.facts[block].shape.expert_calls or self.facts[block].uses.several]
         return Plain(frozenset(blocks), frozenset(whole), stage.sharing)
 
     def _replacements(self, aux_scale: float | None, *, divided: bool) -> Iterator[Replacement]:

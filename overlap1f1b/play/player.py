@@ -78,9 +78,9 @@ class Player:
         self._microbatches: Mapping[MicrobatchKey, Microbatch] = {}
         self._begin: Callable[[MicrobatchKey], Microbatch]
         self._turns = Turns()
-        self._tells = bool(self.observers.ready) or links.gathers is not None
-        looked_at = self._tells or self.observers.before or self.observers.after or times.watch is not None
-        self._ways = (Player._play_observed,) * len(_WAYS) if looked_at else _WAYS
+        looking = self.observers
+        looked_at = looking.before or looking.ready or looking.after or links.gathers or times.watch
+        self._handlers = (Player._play_observed,) * len(_HANDLERS) if looked_at else _HANDLERS
         self._position: int | None = None  # of the current turn in the list
         self._sends: deque[Flight[None]] = deque()
         self._late: deque[int] = deque()  # positions of weight gradients that may be played before their turn
@@ -112,14 +112,14 @@ class Player:
         self.times.untimed = len(self.times.nodes) - len(turns)
         if self.links.fills and self.times.watch is None and not self.observers.keep_order:
             self._late.extend(turns.late)
-        ways, early = self._ways, self._early
+        handlers, early = self._handlers, self._early
         try:
             for position, turn in enumerate(turns):
                 self._position = position
                 if failures.lost is not None:  # transfers bring nothing any more
                     raise LostRankError(failures.lost)
                 if position not in early:
-                    ways[turn.way](self, turn)
+                    handlers[turn.way](self, turn)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
@@ -141,18 +141,13 @@ class Player:
             tell(turn.node)
         if times.watch is not None:
             times.since = time.perf_counter()
-        self._play(turn)
+        for tell in observers.ready if turn.way > Way.WEIGHTS else ():
+            tell(turn.node, {})
+        _HANDLERS[turn.way](self, turn)
         if times.watch is not None:
             times.launched(turn.node)
         for tell in observers.after:
             tell(turn.node)
-
-    def _play(self, turn: Turn) -> None:
-        """Compute, or start a transfer."""
-        if turn.way > Way.WEIGHTS:
-            for tell in self.observers.ready:
-                tell(turn.node, {})
-        _WAYS[turn.way](self, turn)
 
     def _compute(self, turn: Turn) -> None:
         """Compute, behind the transfers that bring the turn's input."""
@@ -165,7 +160,7 @@ class Player:
         moves = self.links.host is not None
         if moves and turn.node.kind is Kind.I and (leaving := microbatch.leaving(turn.block)) is not None:
             leaving.come_back(turn.node)
-        if self._tells:
+        if self._handlers is not _HANDLERS:
             self._tell_ready(turn.node, received)
         # 2. Compute.
         begun = times.stamp()
@@ -181,7 +176,7 @@ class Player:
                 run.run_backward(received)
             else:
                 run.recompute(turn.node.op)
-            if run.ended:
+            if not run.segments:
                 del microbatch.runs[turn.block]
         times.computed(turn.node, begun)
         if moves and way is _FORWARD and (leaving := microbatch.leaving(turn.block)) is not None:
@@ -229,7 +224,7 @@ class Player:
                         return
                     self._position = late[0]
                     self._early.add(self._position)
-                    self._ways[turn.way](self, turn)
+                    self._handlers[turn.way](self, turn)
                     self._position = now
                 late.popleft()
 
@@ -288,7 +283,7 @@ class Player:
             times.since = max(times.since, counts.read)
 
 
-_WAYS = (
+_HANDLERS = (
     *[Player._compute] * 4,
     Player._launch_exchange,
     Player._send_or_receive,

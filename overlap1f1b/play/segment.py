@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from overlap1f1b.cut.edges import as_dtype, backward, edge_of, next_sequence_number
 from overlap1f1b.plan import Place
-from overlap1f1b.play.gradients import WeightQueue
+from overlap1f1b.play.gradients import Root, WeightQueue
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import ExchangeCall, LibraryFunction
 from overlap1f1b.transport.exchange import Transfer
@@ -282,6 +282,8 @@ class Segment:
     here: dict[object, Tensor] = NOTHING_ENTERED
     uses: dict[tuple[int, int], Use] = NOTHING_ENTERED
     versions: dict[int, tuple[Tensor, int]] = NOTHING_ENTERED
+    changed: Sequence[int] = ()  # storages that it has changed in place
+    outs: Sequence[Root | None] = ()  # outputs, of a block's last segment: only their graph is held
 
     def __init__(self, place: Place, queue: WeightQueue) -> None:
         self.op, self.call, self.part = place
@@ -312,14 +314,12 @@ class Segment:
             entered.append(value if entry is None else entry.enter(value, anchor))
         return entered
 
-    def close(self) -> list[int]:
-        """Release what entered, at the segment's end; return the storages that it has changed in place."""
+    def close(self) -> None:
+        """Release what entered, at the segment's end."""
         self.end = next_sequence_number()
-        if not self.here:
-            return []
-        changed = [storage for storage, (tensor, before) in self.versions.items() if tensor._version != before]
-        self.here, self.uses, self.versions = {}, {}, {}
-        return changed
+        if self.here:
+            self.changed = [storage for storage, (one, before) in self.versions.items() if one._version != before]
+            self.here, self.uses, self.versions = {}, {}, {}
 
     def changed_through_another(self, key: tuple[int, int]) -> bool:
         """Return whether another tensor that entered has the same memory, and was changed in place with a graph."""
