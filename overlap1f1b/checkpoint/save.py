@@ -137,11 +137,7 @@ class _Description(NamedTuple):
 
 
 def _tensors_to_write(
-    together: Together,
-    engine: Engine,
-    optimizer: Optimizers,
-    states: States | None,
-    facts: dict[str, Any],
+    together: Together, engine: Engine, optimizer: Optimizers, states: States | None, facts: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Return the tensors that this rank could write, by name. They share the memory of the run's."""
 

@@ -63,21 +63,13 @@ class Cut:
 
 
 class Inside(NamedTuple):
-    """What is inside a block.
+    """What is inside a block."""
 
-    Args:
-        linears: Layers whose weight gradients are computed apart.
-        apart: Weights whose gradients are.
-        carriers: Modules that attach auxiliary losses.
-        places: Where its forward keeps something between its exchanges.
-        buffers: For what ``recompute`` computes again.
-    """
-
-    linears: list[nn.Linear]
-    apart: Set[nn.Parameter]
-    carriers: list[Router]
-    places: KnownPlaces
-    buffers: Buffers
+    linears: list[nn.Linear]  # whose weight gradients are computed apart
+    apart: Set[nn.Parameter]  # weights whose gradients are
+    carriers: list[Router]  # modules that attach auxiliary losses
+    places: KnownPlaces  # where its forward keeps something between its exchanges
+    buffers: Buffers  # for what ``recompute`` computes again
 
     @classmethod
     def of(cls, block: nn.Module, tied: Set[nn.Parameter]) -> Inside:

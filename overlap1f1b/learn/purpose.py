@@ -46,18 +46,13 @@ class Coming(NamedTuple):
 
     The list has a plan only for a step that tries it, or, to be played next, for one that shows exchanges; the tuner
     fills in the others.
-
-    Args:
-        setting: In which nodes are measured.
-        microbatches: The number that it is for; None for any.
-        loop: Plan of the plain loop with which the step is compared; None if it is not.
     """
 
     purpose: Purpose
-    setting: Setting | None = None
-    microbatches: int | None = None
+    setting: Setting | None = None  # in which nodes are measured
+    microbatches: int | None = None  # the number that it is for; None for any
     plan: Plan | None = None
-    loop: Plan | None = None
+    loop: Plan | None = None  # the plain loop with which the step is compared; None if it is not
 
 
 def first_steps(

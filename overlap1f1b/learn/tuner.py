@@ -106,21 +106,11 @@ class Tuner:
     """
 
     def __init__(
-        self,
-        program: Program,
-        stages: Mapping[int, Stage],
-        mesh: Mesh,
-        options: EngineOptions,
-        *,
-        counts_block: bool,
+        self, program: Program, stages: Mapping[int, Stage], mesh: Mesh, options: EngineOptions, *, counts_block: bool
     ) -> None:
         self.stages, self.options, self.peers = stages, options, Peers(mesh)
         self.planner = Planner(
-            program,
-            options,
-            rendezvous=not mesh.on_gloo,
-            counts_block=counts_block,
-            progress=self.peers.go_on,
+            program, options, rendezvous=not mesh.on_gloo, counts_block=counts_block, progress=self.peers.go_on
         )
         first, *more = options.settings
         self.shapes = self._shaped({number: stage.shape for number, stage in stages.items()}, first)

@@ -33,14 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import noop_context_fn
 
-from overlap1f1b.cut.declaration import (
-    check,
-    declared_of,
-    functional_operations,
-    group_named,
-    standing,
-    undeclared,
-)
+from overlap1f1b.cut.declaration import check, declared_of, functional_operations, group_named, standing, undeclared
 from overlap1f1b.cut.edges import ASKS, LAST, applying
 from overlap1f1b.cut.exchanges import holds_rows, is_over
 from overlap1f1b.cut.weights import SplitGroupedMM, SplitLinear

@@ -192,10 +192,7 @@ def _of_no_token(*tensors: Tensor) -> Tensor:
 
 
 def _shares(
-    program: Program,
-    mesh: Mesh,
-    count_tokens: Callable[..., int | Tensor] | None,
-    target_of: Callable[[int], Tensors],
+    program: Program, mesh: Mesh, count_tokens: Callable[..., int | Tensor] | None, target_of: Callable[[int], Tensors]
 ) -> dict[int, float]:
     """Return the share of each microbatch that ends here in the mean loss over all ranks."""
     count, placement = program.microbatches, program.placement

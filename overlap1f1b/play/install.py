@@ -36,17 +36,11 @@ from overlap1f1b.transport.suspension import Stack, ThreadState, uncompiled
 
 
 class BlockFacts(NamedTuple):
-    """What a step knows of a block.
+    """What a step knows of a block."""
 
-    Args:
-        shape: In the step's plan.
-        uses: Where it uses its parameters.
-        own: Exchanges that it makes by itself, where it is cut.
-    """
-
-    shape: BlockShape
-    uses: ParameterUses
-    own: OwnExchanges
+    shape: BlockShape  # in the step's plan
+    uses: ParameterUses  # where it uses its parameters
+    own: OwnExchanges  # that it makes by itself, where it is cut
 
 
 class Installation:

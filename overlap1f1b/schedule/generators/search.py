@@ -23,10 +23,7 @@ LIVE_PER_RANK, LEAST_LIVE = 2, 3
 
 
 def auto(
-    microbatches: int,
-    placement: Placement,
-    peak_activations: float | None = None,
-    seconds: float = SEARCH_SECONDS,
+    microbatches: int, placement: Placement, peak_activations: float | None = None, seconds: float = SEARCH_SECONDS
 ) -> Program:
     """Return a program whose order an Engine replaces by one that is found for measured costs.
 
