@@ -8,7 +8,8 @@
 A step has 1 to 4 ranks, 1 to 8 microbatches, 1 to 3 blocks of random kinds, random costs, and bytes that nodes hold.
 ``time`` and ``bytes`` are those of the compiled plan over those before. Steps are ``equal`` that take as long within
 0.5 %; ``least`` are those of them in which a rank held what one microbatch needs, so no order can hold less. ``front``
-has the bytes of the lightest compiled order that takes no longer than the plan before.
+has the bytes of the lightest compiled order that takes no longer than the plan before. Every plan keeps all rules. The
+last line has a hash of all plans: it is the same for every ``PYTHONHASHSEED``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -36,6 +38,7 @@ class Row(NamedTuple):
     front: float
     least: bool
     seconds: float
+    fingerprint: str
 
     @property
     def equal(self) -> bool:
@@ -104,16 +107,19 @@ def compared(
     """Print a step beside the one before."""
     from overlap1f1b.plan import Chains, fastest
     from overlap1f1b.plan.orders import serial
+    from tests.plan.rules import broken_rules
 
     begun = process_time()
     plans = fastest(program, shape, costs, overlap, counts_block=waits)
     seconds, plan = process_time() - begun, plans[0]
+    if broken := list(broken_rules(plan)):
+        raise ValueError(f"step {step}: {broken[0]}; allowed: plans that keep all rules")
     chains = Chains(program.placement, shape)
     serials = [list(serial(program.actions(rank), chains)) for rank in range(len(plan.ranks))]
     alone = costs.peak_bytes([[node for node in nodes if not node.microbatch] for nodes in serials])
     front = min((one.memory() for one in plans if one.predicted <= time * (1 + ROUNDING)), default=float("inf"))
     least = held <= max(alone) * (1 + ROUNDING)
-    row = Row(plan.predicted / time, plan.memory() / held, front / held, least, seconds)
+    row = Row(plan.predicted / time, plan.memory() / held, front / held, least, seconds, plan.fingerprint)
     print(
         f"{step:5} {len(plan.ranks):6} {program.microbatches:13} {sum(map(len, plan.ranks)):6} {row.time:7.3f} "
         f"{row.bytes:7.3f} {front / held:7.3f} {seconds:8.2f} {'equal' * row.equal} {'least' * least}",
@@ -137,6 +143,7 @@ def told(rows: list[Row]) -> None:
     for what, values in kinds.items():
         if values:
             print(f"{what}: median {median(values):.3f}, {min(values):.3f} to {max(values):.3f}")
+    print(f"all plans: {sha256(''.join(row.fingerprint for row in rows).encode()).hexdigest()[:16]}")
 
 
 if __name__ == "__main__":
