@@ -3,6 +3,7 @@
     python benchmarks/limits.py                      # counted bytes, simulated times, one process
     python benchmarks/limits.py --exchange 8         # exchanges longer than compute
     python benchmarks/limits.py --host-link 0        # without host memory
+    python benchmarks/limits.py --only-offload       # without recompute, in a tenth of the time
 
 A step counts what each node of two models holds, in each mode of recompute. Times are set: attention 3, experts 4, an
 exchange 5.25, so that exchange takes as long as compute. For limits in multiples of what a plain loop holds: the
@@ -47,12 +48,15 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def measured(blocks: nn.Module, program: Program, times: NodeCosts, link: float) -> tuple[Planner, Measured]:
-    """Return an engine's planner, and the counted bytes of all modes of recompute; times are set.
+def measured(
+    blocks: nn.Module, program: Program, times: NodeCosts, link: float, *, only_none: bool = False
+) -> tuple[Planner, Measured]:
+    """Return an engine's planner, and the counted bytes of all modes of recompute, or of none; times are set.
 
     With a ``link`` there are copies to host memory, which take such a part of compute, and nothing recomputes.
     """
-    given: dict[str, Any] = {"offload": "auto", "offload_threshold": 0} if link else {"recompute": "auto"}
+    given: dict[str, Any] = {"recompute": "none" if only_none or link else "auto"}
+    given |= {"offload": "auto", "offload_threshold": 0} if link else {}
     options = EngineOptions(memory="1TB", tries=0, verify=False, **given)
     engine = Engine(blocks, program, loss_fn=loss_fn, options=options)
     text = torch.randint(256, (2 * program.microbatches, 33), generator=torch.Generator().manual_seed(1))
@@ -94,11 +98,12 @@ def main() -> None:
     parser.add_argument(
         "--host-link", type=float, default=0.5, help="copies of a microbatch, over its compute; 0: none"
     )
+    parser.add_argument("--only-offload", action="store_true", help="leave out what recompute would choose")
     given = parser.parse_args()
     times = NodeCosts.uniform(attention=3, experts=4, dispatch=given.exchange, aggregate=0.2, dense=1)
     for (name, config), microbatches in product(SIZES.items(), MICROBATCHES):
         program = build_schedule("combined_1f1b", microbatches=microbatches, extra_warmup=1)
-        planner, counted = measured(MoETransformer(config, seed=1), program, times, 0.0)
+        planner, counted = measured(MoETransformer(config, seed=1), program, times, 0.0, only_none=given.only_offload)
         costs, shapes = counted["none", 1]
         plain = fastest(build_schedule("sequential", microbatches=microbatches), shapes, costs, "serial")[0]
 
@@ -119,12 +124,13 @@ def main() -> None:
         print("  limit  chosen  × best  holds  best alike   offload  × best  holds  leave  chosen plan")
         for limit in LIMITS:
             rooms = (limit * plain.peak_bytes[0],)
-            plan = chosen(planner, program, counted, rooms)
+            plan = None if given.only_offload else chosen(planner, program, counted, rooms)
             other = None if moves is None else chosen(moves[0], program, moves[1], rooms)
             left, plans = sum(map(len, other.leaving.values())) if other else 0, [one for one in (plan, other) if one]
             modes = Counter(b.recompute for b in plan.shapes[0]) if plan else Counter[str]()
             print(
-                f"  {limit:5.1f}  {shown(plan, plain, best)}  {alike(rooms):10.1f}    {shown(other, plain, best)}  "
+                f"  {limit:5.1f}  {shown(plan, plain, best)}  {inf if plan is None else alike(rooms):10.1f}    "
+                f"{shown(other, plain, best)}  "
                 f"{left:5}  "
                 f"{', '.join(f'{one.program.name} {one.order}' for one in plans)}; "
                 f"{', '.join(f'{count} {mode}' for mode, count in modes.items())}",
