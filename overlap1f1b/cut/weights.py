@@ -48,10 +48,10 @@ class SplitLinear(torch.autograd.Function):
     ) -> Tensor:
         kind, (weight,) = x.device.type, weights
         casts = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64  # which autocast leaves alone
-        ctx.cast = torch.get_autocast_dtype(kind) if casts else None
-        ctx.dtype, ctx.put, ctx.weight, ctx.add = x.dtype, put, weight, add
-        if ctx.cast is not None:
-            x = x.to(ctx.cast)
+        cast = torch.get_autocast_dtype(kind) if casts else None
+        ctx.held = cast, x.dtype, put, weight, add  # one attribute, since each takes a while
+        if cast is not None:
+            x = x.to(cast)
         ctx.save_for_backward(x, weight)
         out = F.linear(x, weight, bias)  # autocast, if it is on, casts weight and bias here as it does outside
         # The output of a Function that is a view must not be changed in place, as ReLU(inplace=True) does.
@@ -59,19 +59,19 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
-        (grad,), (x, weight) = grads, ctx.saved_tensors
-        cast, add, dtype = ctx.cast, ctx.add, weight.dtype
+        (grad,), (x, weight), needed = grads, ctx.saved_tensors, ctx.needs_input_grad
+        (cast, of_x, put, parameter, add), dtype = ctx.held, weight.dtype
 
         def weight_grad() -> Tensor | None:  # without the weight, which a hook may have brought back from elsewhere
             if add is not None:
                 return add(_flat(grad), _flat(x))
             return as_dtype(_flat(grad).t() @ _flat(x), dtype)
 
-        if asks_for(ctx.weight, ctx):
-            ctx.put(ctx.weight, weight_grad)
+        if asks_for(parameter, ctx):
+            put(parameter, weight_grad)
         matrix = weight if cast is None else weight.to(cast)
-        grad_x = as_dtype(grad @ matrix, ctx.dtype) if ctx.needs_input_grad[0] else None
-        grad_bias = as_dtype(_flat(grad).sum(0), dtype) if ctx.needs_input_grad[2] else None
+        grad_x = as_dtype(grad @ matrix, of_x) if needed[0] else None
+        grad_bias = as_dtype(_flat(grad).sum(0), dtype) if needed[2] else None
         return grad_x, None, grad_bias, None, None, None
 
 
@@ -99,18 +99,18 @@ class SplitGroupedMM(torch.autograd.Function):
         eight: EightBits | None,
     ) -> Tensor:
         (weight,) = weights
-        ctx.counts, ctx.put, ctx.weight, ctx.kernels, ctx.eight = counts, put, weight, kernels, eight
-        ctx.dtype, ctx.rows_dtype = product_dtype(weight), rows.dtype
-        rows = as_dtype(rows, ctx.dtype)
+        dtype = product_dtype(weight)
+        ctx.held = counts, put, weight, kernels, eight, dtype, rows.dtype
+        rows = as_dtype(rows, dtype)
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
         if eight is not None:
             return eight.grouped_mm(rows, weight, counts)
-        return grouped_mm(rows, as_dtype(weight, ctx.dtype), counts)
+        return grouped_mm(rows, as_dtype(weight, dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
-        parameter, kernels, dtype = ctx.weight, ctx.kernels, weight.dtype
+        (grad,), (rows, weight) = grads, ctx.saved_tensors
+        (counts, put, parameter, kernels, eight, of_product, of_rows), dtype = ctx.held, weight.dtype
         main = None if kernels is None else main_grad(parameter)
 
         def weight_grad() -> Tensor | None:
@@ -120,19 +120,19 @@ class SplitGroupedMM(torch.autograd.Function):
             return added_to_main(parameter)
 
         if asks_for(parameter, ctx):
-            ctx.put(parameter, weight_grad)
-        of_rows = None
+            put(parameter, weight_grad)
+        found = None
         if ctx.needs_input_grad[0]:
-            if ctx.eight is not None:
-                of_rows = ctx.eight.input_grad(grad, weight, counts)
+            if eight is not None:
+                found = eight.input_grad(grad, weight, counts)
             else:
-                of_rows = grouped_mm_input_grad(grad, as_dtype(weight, ctx.dtype), counts)
-            of_rows = as_dtype(of_rows, ctx.rows_dtype)
-        return of_rows, None, None, None, None, None, None
+                found = grouped_mm_input_grad(grad, as_dtype(weight, of_product), counts)
+            found = as_dtype(found, of_rows)
+        return found, None, None, None, None, None, None
 
 
-split_linear = quick_apply(SplitLinear, 3)
-split_grouped_mm = quick_apply(SplitGroupedMM, 1)
+split_linear = quick_apply(SplitLinear, one=True)
+split_grouped_mm = quick_apply(SplitGroupedMM, one=True)
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor | None:

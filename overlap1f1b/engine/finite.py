@@ -51,7 +51,7 @@ class FiniteCheck:
         """Note the losses of a step; on a device they are copied to the host behind what it computes."""
         if self._finite is None or not losses:
             return
-        stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
+        stacked = torch.stack([loss.reshape(()) if loss.dim() else loss for loss in losses])
         if self._beside is None:
             here = devices.gpu_of(stacked.device) is None
             self._beside = InlineStream() if here else side_stream(stacked.device, "losses")

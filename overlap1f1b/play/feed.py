@@ -53,11 +53,11 @@ def split_batch(batch: Batch | None, count: int, name: str, names: Sequence[str]
     whole = _checked(batch, name, names)
     if not any(tensor is not None for tensor in whole) and (whole or name != "target"):
         raise ValueError(f"{name}: no tensor; allowed: at least one")
-    sizes = [0 if tensor is None else _size_of_part(tensor, count, name) for tensor in whole]
-    sized = zip(_filled(whole), sizes, strict=True)
+    sized = [(tensor, 0 if tensor is None else _size_of_part(tensor, count, name)) for tensor in whole]
     with torch.no_grad():  # an input has no history
-        every = [[tensor.narrow(0, index * size, size) for index in range(count)] for tensor, size in sized]
-    return (list(zip(*every, strict=True)) if every else [()] * count).__getitem__
+        every = [[None] * count if tensor is None else tensor.split(size) for tensor, size in sized]
+    found = list(zip(*every, strict=True)) if every else [()] * count
+    return found.__getitem__ if all(size for _, size in sized) else lambda index: _filled(found[index])
 
 
 def _check_rows(inputs: Batch | None, target: Batch | None) -> None:

@@ -186,8 +186,12 @@ class Installation:
             weight, bias, queue = linear.weight, linear.bias, self.queue
             # It was frozen since, or has a class with products of its own. Or torch.func has put a tensor in its place,
             # or transforms a call and knows no Function.
-            plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad or has_own_products(weight)
-            plain = plain or (bias is not None and has_own_products(bias))
+            if type(weight) is type(bias) is nn.Parameter:
+                plain = not weight.requires_grad
+            else:
+                plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad or has_own_products(weight)
+                plain = plain or (bias is not None and has_own_products(bias))
+                bias = bias if bias is None else torch._C._functorch.unwrap_if_dead(bias)  # type: ignore[assignment]
             if plain or queue is None or torch._C._are_functorch_transforms_active():
                 return F.linear(input, weight, bias)
             return split_linear(input, (weight,), bias, queue.put, self.anchor)

@@ -15,6 +15,7 @@ from overlap1f1b.play.block import BlockRun
 from overlap1f1b.play.gradients import accumulate
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.observers import Observers
+from overlap1f1b.play.offload import Leaving
 from overlap1f1b.play.passage import Phase
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links
@@ -79,7 +80,7 @@ class Player:
         self._begin: Callable[[MicrobatchKey], Microbatch]
         self._turns = Turns()
         looking = self.observers
-        looked_at = looking.before or looking.ready or looking.after or links.gathers or times.watch
+        looked_at = looking.before or looking.ready or looking.after or links.gathers or links.host or times.watch
         self._handlers = (Player._play_observed,) * len(_HANDLERS) if looked_at else _HANDLERS
         self._position: int | None = None  # of the current turn in the list
         self._sends: deque[Flight[None]] = deque()
@@ -157,11 +158,9 @@ class Player:
             self.alive.begin(microbatch)
         # 1. Wait for the exchange or transfer before it, perhaps with other weight gradients.
         received: Mapping[Place, Any] = self._await(turn, microbatch) if turn.awaits or turn.receives else _NOTHING
-        moves = self.links.host is not None
-        if moves and turn.node.kind is Kind.I and (leaving := microbatch.leaving(turn.block)) is not None:
-            leaving.come_back(turn.node)
-        if self._handlers is not _HANDLERS:
-            self._tell_ready(turn.node, received)
+        looked_at = self._handlers is not _HANDLERS
+        if looked_at:
+            self._tell_ready(turn.node, microbatch.leaving(turn.block), received)
         # 2. Compute.
         begun = times.stamp()
         if way is _WEIGHTS:
@@ -179,15 +178,17 @@ class Player:
             if not run.segments:
                 del microbatch.runs[turn.block]
         times.computed(turn.node, begun)
-        if moves and way is _FORWARD and (leaving := microbatch.leaving(turn.block)) is not None:
+        if looked_at and way is _FORWARD and (leaving := microbatch.leaving(turn.block)) is not None:
             received = _NOTHING  # else it would hold them
             leaving.end(turn.node)
         # 3. Release a microbatch that has ended.
         if microbatch.phase is _LEFT:
             self.alive.end(microbatch)
 
-    def _tell_ready(self, node: Node, received: Mapping[Place, Any]) -> None:
-        """Take the parameters of a compute node that is about to run, and tell of both."""
+    def _tell_ready(self, node: Node, leaving: Leaving | None, received: Mapping[Place, Any]) -> None:
+        """Take what a compute node that is about to run needs from host memory, and its parameters; tell of it."""
+        if leaving is not None and node.kind is Kind.I:
+            leaving.come_back(node)
         gathers = self.links.gathers
         if gathers is not None and (gather := gathers.coming(node)) is not None:
             self._fill((gather,))

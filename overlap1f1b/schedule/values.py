@@ -216,7 +216,7 @@ def _allows(kind: Any, value: object) -> bool:
     """Return whether a value is of an annotated kind."""
     if kind is None:
         return value is None
-    of, inner = get_origin(kind) or kind, get_args(kind)
+    of, inner = (kind, ()) if isinstance(kind, type) else (get_origin(kind) or kind, get_args(kind))
     if of is bool and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy
         value = value.item()
     if of is Literal:

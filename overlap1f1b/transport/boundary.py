@@ -161,6 +161,8 @@ class Boundary:
         self._known: dict[Node, Specs] = {}  # of this step's transfers
         self._of_numbers: dict[int, dict[Node, Specs]] = {}
         self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
+        self._of: Iterable[Node] = ()  # the nodes of the last step
+        self._ahead: list[tuple[int, Node]] = []  # their receives, with the peer of each
         self._receives: dict[int, deque[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
 
@@ -182,9 +184,11 @@ class Boundary:
         """
         self._known = {} if self._dynamic or not remember else self._of_numbers.setdefault(microbatches, {})
         self._receives, self._posted = {}, {}
-        for node in nodes if self.posts_ahead and self._in else ():
-            if node.op is Op.RECEIVE:
-                self._receives.setdefault(peer_of(node, self.placement), deque()).append(node)
+        if nodes is not self._of:  # most steps play the plan of the one before
+            self._of, ahead = nodes, nodes if self.posts_ahead and self._in else ()
+            self._ahead = [(peer_of(node, self.placement), node) for node in ahead if node.op is Op.RECEIVE]
+        for peer, node in self._ahead:
+            self._receives.setdefault(peer, deque()).append(node)
         for peer in self._receives:
             self._post_next(peer)
 
