@@ -15,7 +15,8 @@ once, however many tensors were saved of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from sys import getrefcount
 from typing import Any
 from weakref import ref
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from overlap1f1b.cut.bits import storage_of
 from overlap1f1b.cut.buffers import version_of
 from overlap1f1b.plan import OWN_AGAIN, Node
 from overlap1f1b.transport.exchange import Transfer
@@ -30,25 +32,41 @@ from overlap1f1b.transport.failures import LostRankError, headline
 from overlap1f1b.transport.host import HostMemory
 from overlap1f1b.transport.lanes import Flight
 
-_holders: Callable[[int], int] = torch._C._storage_Use_Count  # of a storage: its tensors, and its object in Python
+
+def _holders(tensor: Tensor) -> int:
+    """Return a number that grows by one with each tensor of a storage, and with each reference to its Python object."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + getrefcount(storage)
+
+
+_ONE_TENSOR = _holders(torch.empty(0, device="cpu"))
 
 
 class Kept:
     """A tensor that autograd has saved, or that a part of the forward is computed again from.
 
-    ``size`` are the bytes of its storage, if that may leave.
+    ``away`` says whether its memory has been freed, and is not filled again yet.
     """
 
-    __slots__ = ("__weakref__", "size", "tensor", "version")
+    __slots__ = ("__weakref__", "away", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # itself it may be an output, and the graph would keep itself alive
-        self.version, self.size = version_of(self.tensor), 0
+        self.version, self.away = version_of(self.tensor), False
 
     @property
     def is_changed(self) -> bool:
         """Whether it was changed in place since."""
         return version_of(self.tensor) != self.version
+
+    def given_back(self, name: str) -> Tensor:
+        """Return the tensor to the backward of a block; raise a RuntimeError if it is not what was kept."""
+        if self.away or self.is_changed:
+            what, allowed = ("has in host memory", "offload=False") if self.away else ("changes in place", "a copy")
+            raise RuntimeError(
+                f"{name} {what} a tensor of {list(self.tensor.shape)} that its backward needs; allowed: {allowed}"
+            )
+        return self.tensor
 
 
 class Leaving:
@@ -83,55 +101,48 @@ class Leaving:
         kept = Kept(tensor)
         here = tensor.device == self._host.device  # host memory is no better than where others are
         if here and type(tensor) is Tensor and tensor.layout is torch.strided and not tensor._is_zerotensor():
-            kept.size = kept.tensor.untyped_storage().nbytes()
             self._kept.append(ref(kept))
         return kept
 
     def unpack(self, kept: Kept | Tensor) -> Tensor:
         """Give it back to a backward."""
-        if isinstance(kept, Tensor):
-            return kept
-        away = kept.size > 0 and not kept.tensor.untyped_storage().nbytes()
-        if away or kept.is_changed:
-            what, allowed = ("has in host memory", "offload=False") if away else ("changes in place", "a copy")
-            raise RuntimeError(
-                f"{self._name} {what} a tensor of {list(kept.tensor.shape)} that its backward needs; allowed: {allowed}"
-            )
-        return kept.tensor
+        return kept if isinstance(kept, Tensor) else kept.given_back(self._name)
 
     def end(self, node: Node) -> None:
         """Note that the forward of a node's segment has ended, and which storages nothing but the graph holds now."""
-        found: dict[int, tuple[torch.UntypedStorage, list[Kept]]] = {}
+        found: dict[int, list[Kept]] = {}
         for kept in (kept for one in self._kept if (kept := one()) is not None):
-            storage = kept.tensor.untyped_storage()
-            found.setdefault(storage._cdata, (storage, []))[1].append(kept)
+            found.setdefault(storage_of(kept.tensor), []).append(kept)
         self._kept, alone = [], []
-        for key, (storage, every) in found.items():
-            if _holders(key) > len(every) + 1:
+        for every in found.values():
+            if _holders(every[0].tensor) - _ONE_TENSOR >= len(every):
                 self._kept += map(ref, every)
-            elif storage.nbytes() >= max(1, self._host.least) and storage.resizable():
-                alone += [] if any(kept.is_changed for kept in every) else [storage]
+            elif self._host.takes(every[0].tensor) and not any(kept.is_changed for kept in every):
+                alone.append(every)
         self.stays[node.segment] = Stay(self._host, self._name, alone)
 
     def come_back(self, node: Node) -> None:
         """Wait until what a node of the backward needs is here."""
         for segment in list(self.stays) if node.op in OWN_AGAIN else [node.segment]:
             if (stay := self.stays.pop(segment, None)) is not None:
-                stay.await_copy()
+                stay.come_back()
 
 
 class Stay:
     """Some storages, which nothing but the graph of a segment holds until its backward.
 
+    Args:
+        alone: What is kept of each.
+
     Attributes:
         flight: The copy under way, or the last one.
     """
 
-    def __init__(self, host: HostMemory, name: str, storages: Iterable[torch.UntypedStorage]) -> None:
+    def __init__(self, host: HostMemory, name: str, alone: Iterable[list[Kept]]) -> None:
         self._host, self._name = host, name
-        self._bytes = [torch.empty(0, dtype=torch.uint8, device=host.device).set_(one) for one in storages]
-        self._sizes = [*map(len, self._bytes)]
-        self._away: Sequence[Tensor] = ()
+        self._kept = [[*map(ref, every)] for every in alone]
+        self._bytes = [host.bytes_of(every[0].tensor) for every in alone]
+        self._away: list[tuple[Tensor, Tensor]] = []  # bytes in host memory, and where they were
         self.flight: Flight[Any] | None = None
 
     def leave(self) -> Transfer[Any]:
@@ -139,18 +150,32 @@ class Stay:
         return self._host.leave(self._bytes) if self._bytes else Transfer(())
 
     def free(self) -> None:
-        """Wait until the copy has ended, on a device what is queued from now on, and free their memory."""
-        self._away = self.await_copy()
-        for one in self._bytes:
+        """Wait until the copy has ended, on a device what is queued from now on, and free their memory.
+
+        What somebody has looked at since, and holds, stays.
+        """
+        for one, there, every in zip(self._bytes, self._await_copy(), self._kept, strict=True):
+            here = [kept for reference in every if (kept := reference()) is not None]
+            if _holders(one) - _ONE_TENSOR > len(here):
+                continue
+            self._away.append((there, one))
             one.resize_(0).untyped_storage().resize_(0)
+            for kept in here:
+                kept.away = True
 
     def fetch(self) -> Transfer[Any]:
         """Start to bring everything back."""
-        for one, size in zip(self._bytes, self._sizes, strict=True):
-            one.resize_(size)  # and the storage with it
-        return self._host.fetch(self._away, self._bytes) if self._bytes else Transfer(())
+        for there, one in self._away:
+            one.resize_(len(there))  # and the storage with it
+        return self._host.fetch(*zip(*self._away, strict=True)) if self._away else Transfer(())
 
-    def await_copy(self) -> Any:
+    def come_back(self) -> None:
+        """Wait until everything is back."""
+        self._await_copy()
+        for kept in (kept for every in self._kept for one in every if (kept := one()) is not None):
+            kept.away = False
+
+    def _await_copy(self) -> Any:
         """Wait for the last copy; return what it brings."""
         flight, self.flight = self.flight, None
         try:

@@ -76,12 +76,13 @@ class Point:
         """Whether values were changed in place since."""
         return any(isinstance(value, Kept) and value.is_changed for value in self._values)
 
-    def enter(self, inside: ExitStack, anchor: Tensor) -> tuple[Any, ...]:
+    def enter(self, inside: ExitStack, of: Recomputation) -> tuple[Any, ...]:
         """Return the values; random numbers and buffers are as they were at this place until ``inside`` ends."""
         inside.enter_context(self._random)
         inside.enter_context(replaced(self.buffers))
-        values = [value.tensor if isinstance(value, Kept) else value for value in self._values]
+        values = [value.given_back(of.name) if isinstance(value, Kept) else value for value in self._values]
         pairs = zip(values, self._requires_grad, strict=True)  # no leaves: they may be changed in place
+        anchor = of.installed.anchor
         return tuple([Entry(value).enter(value, anchor) if required else value for value, required in pairs])
 
 
@@ -224,7 +225,7 @@ class DroppedPart:
             inside.enter_context(self._state.applied(name, stage.device))
             inside.enter_context(replaced(self._scales))
             for point in answers:
-                values = point.enter(inside, recomputation.installed.anchor)
+                values = point.enter(inside, recomputation)
                 with eager(point.mode):
                     reached = go(values, self._state, mode=point.mode)
                 go = second.resume

@@ -51,6 +51,17 @@ class HostMemory:
         mark = self._out.run(copy, *tensors)
         return Transfer(away, source=tensors, mark=mark, sent=sum(map(len, tensors)))
 
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether a storage is large enough, and its memory can be freed and taken again in place."""
+        storage = tensor.untyped_storage()
+        shared = devices.gpu_of(self.device) is None and storage.is_shared()  # with other processes, from a file
+        free = storage.resizable() and not shared and not torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
+        return free and storage.nbytes() >= max(1, self.least)
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """Return all bytes of a tensor's storage, ``[N]`` of uint8."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensor.untyped_storage())
+
     def fetch(self, away: Sequence[Tensor], tensors: Sequence[Tensor]) -> Transfer[Sequence[Tensor]]:
         """Start to copy what has left back, into tensors of the same sizes."""
 

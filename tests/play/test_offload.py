@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.learn.memory import peak_bytes
-from overlap1f1b.plan import MOVES, Op, Overlap, Recompute
+from overlap1f1b.plan import MOVES, NodeCosts, Op, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import build_exchange
@@ -143,6 +143,10 @@ class Saves(nn.Module):
             return y.sin() + y.cos() + y.view(-1).tanh().view(8, 16)  # y, twice more and as a view, and tanh's output
         if self.what == "held":
             self.held = y
+        if self.what == "storage":
+            self.storage = y.untyped_storage()
+        if self.what in ("shared", "lazy"):
+            y = y.sin() * (torch.ones_like(y).share_memory_() if self.what == "shared" else torch._lazy_clone(y))
         if self.what == "shown":
             self.node = y.grad_fn
         if self.what == "in place":
@@ -206,6 +210,9 @@ def engine_of(*blocks: nn.Module, **given: Any) -> Engine:
         ("", {}, 1),
         ("again", {}, 2),
         ("held", {}, 0),
+        ("storage", {}, 0),
+        ("shared", {}, 1),  # the output of exp
+        ("lazy", {}, 1),  # that of sin
         ("hooks", {}, 0),
         ("elsewhere", {}, 2),  # the copy of x, and exp's output
         ("again", {"offload_threshold": 513}, 0),
@@ -309,6 +316,29 @@ def test_what_is_away_is_not_shown() -> None:
     says = r"block 0 \(Saves\) has in host memory a tensor of \[8, 16\] that its backward needs; allowed: offload=False"
     with pytest.raises(RuntimeError, match=says):
         engine_of(first, Looks()).step(x, target=x)
+
+
+@pytest.mark.parametrize("copy", [2, 8])
+def test_what_is_looked_at_during_its_copy_stays(copy: float) -> None:
+    """Later blocks take it from the graph, and use it after the copy."""
+
+    class Looks(Saves):
+        def forward(self, x: Tensor) -> Tensor:
+            node: Any = first.node
+            self.held = node._saved_result
+            return super().forward(x)
+
+    class Uses(Saves):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * looks.held.detach().sum()
+
+    x, found = torch.randn(16, 16) / 16, []
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5, dense=1, copy=copy)
+    for given in ({"offload": False}, {"host_link": 1e-4}):
+        first, looks = Saves("shown"), Looks()
+        engine_of(first, looks, Saves(), Uses(), costs=costs, **given).step(x, target=x)
+        found.append(models.gradients(nn.ModuleList([first, looks])))
+    assert not models.equal(*found)
 
 
 def test_a_step_holds_less() -> None:
