@@ -543,6 +543,10 @@ def _behind(note: Callable[..., object], call: Callable[..., Any]) -> Callable[.
     return noted
 
 
+def _note_turn(_: Player, turn: Any) -> None:
+    here().write("node", str(turn))
+
+
 def _note_meeting(mesh: Any, dimension: str, *_: Any) -> None:
     if mesh._control.get(dimension) is not None:
         key = (mesh._own.name, tuple(mesh.along(dimension)))
@@ -603,7 +607,7 @@ def installed() -> Iterator[None]:
             (HostCopy, "on", _delivering(HostCopy.on)),
             (HostCopy, "read", _noting_reads(HostCopy.read)),
             (EventMark, "synchronize", _behind(_block, EventMark.synchronize)),
-            (Player, "_play", _behind(lambda _, node: here().write("node", str(node)), Player._play)),
+            (Player, "_play_observed", _behind(_note_turn, Player._play_observed)),
             (Mesh, "gathered", _behind(_note_meeting, Mesh.gathered)),
             (Mesh, "barrier", _behind(_note_meeting_of_experts, Mesh.barrier)),
         ):
