@@ -94,8 +94,8 @@ class Stage:
         reduce_experts: Whether gradients of the experts are summed over ranks.
         number: Position of the stage in the model; it tells concurrent exchanges of several stages apart.
         first: Position of the first block in the model, for messages.
-        recompute: Parts of each block that are computed a second time before their backward: see :class:`Engine`.
-        parts: Parts of the tokens of each call of experts: see :class:`Engine`.
+        recompute: Parts of each block that are computed a second time before their backward.
+        parts: Parts of the tokens of each call of experts. An engine sets both by :meth:`shaped`.
         gathered: Blocks whose sharded parameters are gathered by nodes inside a step.
         sliced: DTensors of which the ranks that share the experts have different parts.
         device: Device of the stage's tensors; by default the first parameter's, or the CPU.

@@ -304,7 +304,7 @@ class Engine:
             except torch.OutOfMemoryError as error:
                 self.tuner.name_limit(plan, error)
                 raise
-            # All ranks have played the same step, and scaled alike.
+            # Have all ranks played the same step, and scaled alike? Behind the call stand the facts, then the draws.
             if any(comparison.differ(here=not grad)[1 : 1 + len(facts)]):  # as by a gradient scaler on some rank
                 self.mesh.agree(facts)
             if self._draws(comparison.extremes(1 + len(facts), "pp")[1]):

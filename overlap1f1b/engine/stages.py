@@ -122,14 +122,14 @@ def stages_of(
         if not every:
             raise ValueError("a model without blocks; allowed: an nn.Sequential or a list of at least one module")
         split = split_blocks(every, placement.stages, options.block_weights)
-        _refuse_shared(split)
+        _refuse_in_two_stages(split)
         held_blocks = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
         ties = []
         whole = isinstance(model, nn.Module) and placement.ranks == 1
         tops = [model] if whole else [held_blocks[stage] for stage in sorted(held)]
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
-    _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_dense or reduce_experts)
+    _refuse_in_two_stages(list(held_blocks.values()), ties, parameters=reduce_dense or reduce_experts)
     sharding = Sharding(
         *tops,
         ranks=mesh.ranks(pp=range(placement.ranks), over=DIMENSIONS),
@@ -179,19 +179,23 @@ def _check_groups(stage: Stage, mesh: Mesh) -> None:
                 )
 
 
-def _refuse_shared(
-    parts: Sequence[Sequence[nn.Module]], ties: Sequence[Mapping[str, nn.Parameter]] = (), *, parameters: bool = True
+def _refuse_in_two_stages(
+    stages: Sequence[Sequence[nn.Module]], ties: Sequence[Mapping[str, nn.Parameter]] = (), *, parameters: bool = True
 ) -> None:
+    """Raise a ValueError for a parameter that two stages hold, unless both name it alike in ``ties``.
+
+    With ``parameters=False`` for a module alone: where nothing is summed over ranks, stages may share parameters.
+    """
     what, also = ("parameter", ", or named in the attribute tied of both") if parameters else ("module", "")
     seen: dict[nn.Parameter | nn.Module, int | str] = {}
-    for number, blocks in enumerate(parts):
+    for number, blocks in enumerate(stages):
         tied = {parameter: name for name, parameter in ties[number].items()} if ties else {}
         for block in blocks:
             for name, member in block.named_parameters() if parameters else block.named_modules():
                 home = tied.get(member, number)
                 if seen.setdefault(member, home) != home:
                     raise ValueError(
-                        f"{what} {name} of a {type(block).__name__} belongs to two stages; "
+                        f"{f'{what} {name} of ' if name else ''}a {type(block).__name__} belongs to two stages; "
                         f"allowed: shared inside one stage{also}"
                     )
 

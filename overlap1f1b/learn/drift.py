@@ -17,7 +17,7 @@ from math import log
 from statistics import median
 from threading import Thread
 
-from overlap1f1b.learn.measure import Links, slowest
+from overlap1f1b.learn.measure import LinkCosts, slowest
 from overlap1f1b.learn.peers import Peers
 from overlap1f1b.plan import EXCHANGED, CostKey, NodeCosts, Plan, Resource, cost_key, play_ranks
 from overlap1f1b.simulation import Timeline
@@ -81,7 +81,7 @@ class Drift:
     def scaled(self, costs: NodeCosts, mesh: Mesh) -> NodeCosts:
         """Return costs with the changes of all ranks, the same on all of them, which must call this."""
         before, now = _medians(self._before), _medians(self._now)
-        mine: Links = {key: (now[key] / before[key],) for key in before if before[key] and key in now}
+        mine: LinkCosts = {key: (now[key] / before[key],) for key in before if before[key] and key in now}
         every = mesh.combined(mine, lambda dimension, tables: slowest(tables, links=dimension in mesh.experts_over))
         by_node = dict(costs.by_node)
         for key, changes in every.items():

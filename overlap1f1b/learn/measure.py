@@ -19,7 +19,7 @@ from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import Mark
 
-Links = dict[CostKey, tuple[float, ...]]
+LinkCosts = dict[CostKey, tuple[float, ...]]
 
 
 class OneByOne(Observer):
@@ -106,7 +106,7 @@ def measured_costs(
     for node in nodes:
         if node.op not in (Op.SEND, Op.RECEIVE):
             by_key.setdefault(cost_key(node), []).extend(took.get(node, (0.0,)))
-    mine: Links = {key: (median(times),) for key, times in by_key.items()}
+    mine: LinkCosts = {key: (median(times),) for key, times in by_key.items()}
     mine |= {key: (seconds,) for key, seconds in transfers.items()}
     by_op: dict[tuple[Op, Kind], list[float]] = {}
     for span in launches:
@@ -122,9 +122,9 @@ def measured_costs(
 _LAUNCH = (-1, -1, -1, -1)
 
 
-def slowest(tables: list[Links], *, links: bool) -> Links:
+def slowest(tables: list[LinkCosts], *, links: bool) -> LinkCosts:
     """Merge the tables of the ranks along a dimension: the slowest rank counts; exchanges may keep each rank's link."""
-    merged: Links = {}
+    merged: LinkCosts = {}
     for key in dict.fromkeys(key for table in tables for key in table):
         costs = [table[key] for table in tables if key in table]
         if links and RESOURCE_OF[key[0]] in (Resource.EXCHANGE, Resource.CONTROL):

@@ -81,7 +81,7 @@ class Planner:
         return self._fitting(program, shapes, costs) or self._refuse(program, shapes, costs)
 
     def _fitting(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
-        """Return the same without any where none keeps within the limit."""
+        """Return plans as :meth:`fastest` does, and none where none keeps within the limit."""
         rooms, spared = self.rooms, tuple((1 - SPARE) * room for room in self.rooms)
         placement, blocks = program.placement, self.counts_block
         if rooms and not costs.bytes:

@@ -143,7 +143,7 @@ class Tuner:
         warm, counts = WARM_STEPS if self._on_gpu else 1 + self._counts, self._counts
         self.coming = list(first_steps(settings, shows=shows, warm=warm, counts=counts, measured=self._times))
         if options.costs is not None:
-            self._keep(lambda step: step.purpose is Purpose.SHOW)
+            self._drop_unless(lambda step: step.purpose is Purpose.SHOW)
         if options.plan is not None:
             self.plan = options.plan
 
@@ -156,24 +156,24 @@ class Tuner:
         """
         now, program = self._now, self.program
         if now.plan is None and self._costs is not None:
-            self._play(self._limited().fastest(program, self.shapes, self._costs))
+            self._queue_tries(self._limited().fastest(program, self.shapes, self._costs))
         elif now.plan is None:  # under a limit of memory steps that measure hold one microbatch at a time
             alone = one_by_one(program.microbatches, program.placement, split=True)
             now.plan = self.planner.serial(program if self.options.memory is None else alone, self.shapes)
-        left = Purpose.SETTLED if self._search is None else Purpose.ADAPT
-        step = next(iter(self._here), Coming(left))
+        remaining = Purpose.SETTLED if self._search is None else Purpose.ADAPT
+        step = next(iter(self._coming_now), Coming(remaining))
         plan = step.plan if step.purpose is Purpose.TRY else now.plan
         assert plan is not None
         # One step cannot be compared and counted at once.
         return step._replace(plan=plan, loop=None if step.purpose is Purpose.COUNT else self.loop_of(plan))
 
     @property
-    def _here(self) -> list[Coming]:
+    def _coming_now(self) -> list[Coming]:
         """The coming steps with the present number of microbatches; no plan that was set is measured."""
         every = () if self._now.is_set else (None,)
         return [step for step in self.coming if step.microbatches in (self.microbatches, *every)]
 
-    def _keep(self, wanted: Callable[[Coming], bool]) -> None:
+    def _drop_unless(self, wanted: Callable[[Coming], bool]) -> None:
         self.coming = [step for step in self.coming if wanted(step)]
 
     @property
@@ -207,7 +207,7 @@ class Tuner:
                 f"allowed: one of {of.program.name!r} with {of.program.microbatches} for {self.shapes}"
             )
         self.close()
-        self._keep(lambda step: step.microbatches != plan.program.microbatches)
+        self._drop_unless(lambda step: step.microbatches != plan.program.microbatches)
         of.plan, of.tried, of.is_set = self.planner.with_rendezvous(plan, self._costs), (), True
 
     @property
@@ -220,7 +220,7 @@ class Tuner:
         self._costs, self._rounds = costs, 0 if costs is not None else self.options.tries
         self.close()
         if costs is not None:
-            self._keep(lambda step: step.purpose is Purpose.SHOW)
+            self._drop_unless(lambda step: step.purpose is Purpose.SHOW)
         elif not any(step.purpose is Purpose.MEASURE for step in self.coming):
             counts, setting = self._counts and not self.counted.held, (self.options.settings[0][0], self.parts)
             steps = [Purpose.COUNT] * counts + [Purpose.MEASURE] * self._times
@@ -247,14 +247,14 @@ class Tuner:
         old = next((number for number, one in self._numbers.items() if not one.is_set), None)
         if len(self._numbers) >= MOST_NUMBERS and old is not None:
             del self._numbers[old]
-            self._keep(lambda step: step.microbatches != old)
+            self._drop_unless(lambda step: step.microbatches != old)
         self._numbers[count] = found
         return found
 
     def _forget(self) -> None:
         count = self.microbatches
         self._numbers = {}
-        self._keep(lambda step: step.microbatches is None)
+        self._drop_unless(lambda step: step.microbatches is None)
         self._now = self._numbered(count)
 
     @property
@@ -264,7 +264,7 @@ class Tuner:
 
     @property
     def standing_uncut(self) -> tuple[str, ...]:
-        """The same in the first step and in evaluations, where blocks are not cut at exchanges of their own."""
+        """Lines as :attr:`standing`, of first steps and evaluations: there no block is cut at exchanges of its own."""
         cut = any(block.exchanges for stage in self.shapes for block in stage)
         line = "exchanges that blocks make by themselves are not hidden in the first step, nor in evaluations"
         return (*self.standing, line) if cut else self.standing
@@ -309,7 +309,7 @@ class Tuner:
         if purpose is Purpose.TRY:
             return f"{name} (tried with others in turns; the fastest stays)"
         if purpose is not Purpose.SETTLED:
-            return f"{name} (to come: {', '.join(step.purpose for step in self._here)})"
+            return f"{name} (to come: {', '.join(step.purpose for step in self._coming_now)})"
         return f"{name} ({'given' if now.is_set else f'predicted step: {milliseconds(plan.predicted)}'}){left}"
 
     @property
@@ -377,14 +377,14 @@ class Tuner:
         self,
         step: Coming,
         result: StepResult,
-        transfers: Callable[[], Mapping[CostKey, float]],
+        time_transfers: Callable[[], Mapping[CostKey, float]],
         count: ByteCount | None = None,
         found: Found | None = None,
     ) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this.
 
         ``step`` is what :meth:`next_step` returned; ``count`` is of one that counts, ``found`` of one that shows
-        exchanges of blocks. ``transfers`` times the transfers between stages, in seconds.
+        exchanges of blocks. ``time_transfers`` times the transfers between stages, in seconds.
         """
         self.peers.end()
         self.steps, self._now.untimed = self.steps + 1, result.times.untimed
@@ -394,7 +394,7 @@ class Tuner:
         if plan.peak_bytes:
             fits = self.counted.before + plan.peak_bytes[self.peers.mesh.rank("pp")]
             self.counted = self.counted._replace(fits=fits)
-        entry = next(iter(self._here), step)
+        entry = next(iter(self._coming_now), step)
         if entry is not step:
             self.coming.remove(entry)
         if found is not None:
@@ -407,7 +407,7 @@ class Tuner:
                 self._count(count)
             case Purpose.MEASURE:
                 assert entry.setting is not None
-                self._note_nodes(plan, entry.setting, result, transfers)
+                self._note_nodes(plan, entry.setting, result, time_transfers)
             case Purpose.TRY:
                 self._note_time(plan, result.overlap.makespan)
             case Purpose.SETTLED | Purpose.ADAPT:
@@ -423,7 +423,7 @@ class Tuner:
             self._set(cut, self._numbered(cut.program.microbatches))
 
     def _note_nodes(
-        self, plan: Plan, setting: Setting, result: StepResult, transfers: Callable[[], Mapping[CostKey, float]]
+        self, plan: Plan, setting: Setting, result: StepResult, time_transfers: Callable[[], Mapping[CostKey, float]]
     ) -> None:
         """Note the times of the nodes of a step; go on to the next setting, or to the plans for the costs."""
         every, mesh = self._now.spans, self.peers.mesh
@@ -439,7 +439,7 @@ class Tuner:
             mesh,
             shared_links=mesh.on_gloo,  # it uses one network interface for all groups
             launches=result.times.launches,
-            transfers=transfers(),
+            transfers=time_transfers(),
         )
         self._measured[setting] = replace(self.peers.agreed(costs), bytes=self.counted.held), self.shapes
         following = next((step.setting for step in self.coming if step.setting is not None), None)
@@ -455,7 +455,7 @@ class Tuner:
         choice = self.peers.made(self._chosen)
         self.predicted, self._costs, self._measured = choice.predicted or self.predicted, choice.costs, {}
         self._reshape(choice.plans[0].shapes)
-        self._play(choice.plans)
+        self._queue_tries(choice.plans)
 
     def _chosen(self) -> Choice:
         choice = replace(self._limited(), timed=True).chosen(self.program, self._measured)
@@ -479,8 +479,8 @@ class Tuner:
     def _gathered(self, mine: Mapping[int, StageShape]) -> tuple[StageShape, ...]:
         return all_shapes(mine, self.planner.program.placement, self.peers.mesh)
 
-    def _play(self, plans: Sequence[Plan], *beside: Plan) -> None:
-        """Play plans for the present costs from the next step on: in turns if costs were measured, else the first."""
+    def _queue_tries(self, plans: Sequence[Plan], *beside: Plan) -> None:
+        """Queue plans for the present costs as coming steps, in turns; without measured costs the first one stays."""
         chosen = [*worth_trying(plans, self.counted.rooms), *beside] if self._rounds else plans[:1]
         turns = [self.planner.with_rendezvous(plan, self._costs) for plan in chosen]
         rounds = self._rounds if len(turns) > 1 else 0
@@ -492,7 +492,7 @@ class Tuner:
         """Note the time of a step in turns, and after the last one keep the plan that was the fastest."""
         now = self._now
         now.times.append((plan, seconds))
-        if any(step.purpose is Purpose.TRY for step in self._here):
+        if any(step.purpose is Purpose.TRY for step in self._coming_now):
             return
         plans = list({plan.fingerprint: plan for plan, _ in now.times}.values())
         slowest = self.peers.slowest([seconds for _, seconds in now.times])
@@ -531,7 +531,7 @@ class Tuner:
         if result.costs is None or not now.drift.note(self.steps, result.overlap):
             return
         if search is None:
-            if self._left(now.drift):
+            if self._has_drifted(now.drift):
                 scaled = self._scaled(now.drift, costs)
                 self._search = Search(partial(self._searched, self.program, scaled), scaled, now.plan, self.peers)
             return
@@ -553,7 +553,7 @@ class Tuner:
     def _searched(self, program: Program, costs: NodeCosts, progress: Callable[[float], None]) -> list[Plan]:
         return replace(self._limited(), timed=True, progress=progress).fastest(program, self.shapes, costs)
 
-    def _left(self, drift: Drift) -> bool:
+    def _has_drifted(self, drift: Drift) -> bool:
         every = self.peers.mesh.every(drift.left)
         return self.peers.agreed(any(every.values()))
 
@@ -564,8 +564,8 @@ class Tuner:
         self._forget()
         if search.plans[0].program.microbatches != self.microbatches:
             return  # another number of microbatches is played since
-        self._play(search.plans, search.before)
-        if self._here:
+        self._queue_tries(search.plans, search.before)
+        if self._coming_now:
             self._now.search = search
         else:
             self._say_of_other(search)
@@ -616,7 +616,10 @@ class Tuner:
         self.counted = counted(count, math.inf if limit is None else limit, self.peers)
 
     def _limited(self) -> Planner:
-        """Return what makes plans to choose from. Of what a GPU has only trials are kept from holding more."""
+        """Return the planner under the limit of memory.
+
+        Without one, what a GPU has limits only which plans are tried, not which are made.
+        """
         rooms = self.counted.rooms if self.options.memory is not None else ()
         return replace(self.planner, rooms=rooms, sparing=self._on_gpu and self._rounds > 0)
 

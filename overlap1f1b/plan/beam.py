@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from overlap1f1b.plan.budget import Budget
 from overlap1f1b.plan.node import RECOMPUTES
-from overlap1f1b.plan.precedence import Precedence, Step
+from overlap1f1b.plan.precedence import Placed, Precedence
 from overlap1f1b.schedule import Kind
 
 _FOREVER = float("inf")
@@ -83,7 +83,7 @@ class Beam:
 
     def run(
         self, width: int, idle: float, limit: float, budget: Budget, begun: Sequence[tuple[int, float]] = ()
-    ) -> Step:
+    ) -> Placed:
         """Return the time of the step, and when each node starts; infinite if no beginning ends within the limit.
 
         Args:

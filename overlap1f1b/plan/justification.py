@@ -27,7 +27,7 @@ from typing import Any
 
 from overlap1f1b.plan.budget import Budget
 from overlap1f1b.plan.node import RESOURCE_OF, Resource
-from overlap1f1b.plan.precedence import Lags, Precedence, Step
+from overlap1f1b.plan.precedence import Lags, Placed, Precedence
 from overlap1f1b.schedule import Kind
 
 LATE = 200
@@ -61,7 +61,7 @@ def _improved(now: Any, changed: Callable[[Any], tuple[Any, int]], rounds: int, 
     return best
 
 
-def justified(needs: Precedence, starts: Sequence[float], budget: Budget, nodes: float) -> Step:
+def justified(needs: Precedence, starts: Sequence[float], budget: Budget, nodes: float) -> Placed:
     """Return a step that is at least as fast as packed by the given starts.
 
     Args:
@@ -73,7 +73,7 @@ def justified(needs: Precedence, starts: Sequence[float], budget: Budget, nodes:
     draw, cost = Random(0), max(1, len(starts)) * PLACED
     width = sum(needs.times) / max(1, len(starts))
 
-    def changed(now: Step) -> tuple[Step, int]:
+    def changed(now: Placed) -> tuple[Placed, int]:
         keys, waits = list(now[1]), _critical(needs, now, draw)
         for _ in range(draw.choice((1, 1, 2)) if waits else 0):
             before, node = draw.choice(waits)
@@ -91,7 +91,7 @@ def justified(needs: Precedence, starts: Sequence[float], budget: Budget, nodes:
         return tried, used
 
     budget.spend(cost)
-    found: Step = _improved(_packed(needs, starts), changed, min(ROUNDS, int(nodes / cost)), needs.bound * (1 + 1e-9))
+    found: Placed = _improved(_packed(needs, starts), changed, min(ROUNDS, int(nodes / cost)), needs.bound * (1 + 1e-9))
     return found
 
 
@@ -169,7 +169,7 @@ def _packed_right(needs: Precedence, starts: Sequence[float]) -> list[float]:
     return [last - start - time for start, time in zip(back, needs.times, strict=True)]
 
 
-def _packed(needs: Precedence, keys: Sequence[float], since: Sequence[float] = ()) -> Step:
+def _packed(needs: Precedence, keys: Sequence[float], since: Sequence[float] = ()) -> Placed:
     """Return a step by keys, whose nodes start no earlier than ``since``."""
     return _placed(keys, needs, needs.before, needs.behind, since)
 
@@ -180,7 +180,12 @@ def _placed(
     before: Sequence[Lags],
     behind: Sequence[Lags],
     since: Sequence[float] = (),
-) -> Step:
+) -> Placed:
+    """Return the step that the rules at the head of this module make, and its starts.
+
+    The smallest key comes first, each node in the first gap of its lane behind its needs and ``since``. Packed to the
+    right, ``before`` and ``behind`` change places.
+    """
     times, lanes, left = needs.times, needs.lanes, list(map(len, before))
     heap = [(key, node) for node, key in enumerate(keys) if not left[node]]
     heapify(heap)
@@ -193,7 +198,7 @@ def _placed(
         at = len(ends)
         if ends and start < ends[-1]:
             at = bisect_right(ends, start)
-            while at < len(begins) and (begins[at] < start + time or begins[at] < start):
+            while at < len(begins) and begins[at] < start + time:
                 start = ends[at]
                 at += 1
         end = start + time
@@ -210,7 +215,7 @@ def _placed(
     return last, starts
 
 
-def _critical(needs: Precedence, step: Step, draw: Random) -> list[tuple[int, int]]:
+def _critical(needs: Precedence, step: Placed, draw: Random) -> list[tuple[int, int]]:
     """Return the nodes of a critical path that wait for their lane alone, each behind the node for which it waits."""
     (last, starts), times, lanes = step, needs.times, needs.lanes
     ends = [start + time for start, time in zip(starts, times, strict=True)]

@@ -70,32 +70,33 @@ def with_gathers(nodes: Iterable[Node], chains: Chains, at_once: float = math.in
         for at, node in computes
         if node.kind is not Kind.W and chains.shapes[node.stage][node.block].gathered
     }
-    following, coming = dict[int, float](), dict[tuple[int, int], int]()
+    next_use, next_of_block = dict[int, float](), dict[tuple[int, int], int]()
     for at in reversed(uses):
-        following[at], coming[uses[at]] = coming.get(uses[at], math.inf), at
-    here: dict[tuple[int, int], tuple[float, int, Node]] = {}  # next and last use, and the gather
-    added, gathers, begun = dict[int, list[Node]](), Counter[tuple[int, int]](), [0, 0]
+        next_use[at], next_of_block[uses[at]] = next_of_block.get(uses[at], math.inf), at
+    gathered: dict[tuple[int, int], tuple[float, int, Node]] = {}  # next and last use, and the gather
+    inserted, gathers, first_uses = dict[int, list[Node]](), Counter[tuple[int, int]](), [0, 0]
+    # The two zeros are so that [-2] is the first use of the gather before the last one.
 
     def release(place: tuple[int, int]) -> int:
-        _, last, gather = here.pop(place)
-        added.setdefault(last + 1, []).append(gather._replace(op=Op.RELEASE))
+        _, last, gather = gathered.pop(place)
+        inserted.setdefault(last + 1, []).append(gather._replace(op=Op.RELEASE))
         return last + 1
 
     launched = 0  # gathers keep the order of their first uses
     for at, place in uses.items():
-        if place not in here:
-            room = release(max(here, key=lambda block: here[block][0])) if len(here) >= at_once else 0
-            launched = max(launched, room, begun[-2])
+        if place not in gathered:
+            room = release(max(gathered, key=lambda block: gathered[block][0])) if len(gathered) >= at_once else 0
+            launched = max(launched, room, first_uses[-2])
             gather = nodes[at]._replace(op=Op.GATHER, kind=Kind.W, call=gathers[place], part=0)
-            added.setdefault(launched, []).append(gather)
+            inserted.setdefault(launched, []).append(gather)
             gathers[place] += 1
-            begun.append(at)
+            first_uses.append(at)
         else:
-            gather = here[place][2]
-        here[place] = following[at], at, gather
-    for place in list(here):
+            gather = gathered[place][2]
+        gathered[place] = next_use[at], at, gather
+    for place in list(gathered):
         release(place)
-    return [node for at in range(len(nodes) + 1) for node in (*added.get(at, ()), *nodes[at : at + 1])]
+    return [node for at in range(len(nodes) + 1) for node in (*inserted.get(at, ()), *nodes[at : at + 1])]
 
 
 def receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:

@@ -15,7 +15,7 @@ from overlap1f1b.schedule import Action, Kind
 
 Lags = tuple[tuple[int, float], ...]
 """Numbers of nodes, each with a time after its end, below 0 before that."""
-Step = tuple[float, list[float]]
+Placed = tuple[float, list[float]]
 """The time of a step, and the start of every node."""
 
 

@@ -27,7 +27,7 @@ from overlap1f1b.schedule.values import checked
 from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
-from overlap1f1b.transport.suspension import Kept
+from overlap1f1b.transport.suspension import KeepsThreadState
 
 Passed = Tensor | OptionalTensors | None
 _TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)
@@ -129,7 +129,7 @@ def _play(
     def tagged(node: Node) -> Node:  # tags outlive this call
         return node._replace(microbatch=members[node.microbatch].index, stage=stages[node.stage].number)
 
-    with Kept(stages[0].device), ExitStack() as changed, torch.no_grad():
+    with KeepsThreadState(stages[0].device), ExitStack() as changed, torch.no_grad():
         for stage in stages:
             installed = Installation(stage, observers=observers)
             changed.enter_context(installed.on_modules(aux_scale))

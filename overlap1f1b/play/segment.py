@@ -20,7 +20,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from overlap1f1b.cut.edges import as_dtype, backward, edge_of, next_sequence_number
+from overlap1f1b.cut.edges import as_dtype, edge_of, next_sequence_number
+from overlap1f1b.cut.edges import backward as walk_back
 from overlap1f1b.plan import Place
 from overlap1f1b.play.gradients import Root, WeightQueue
 from overlap1f1b.transport import devices
@@ -216,13 +217,14 @@ class LibraryExchange:
     def backward(self, grads: Sequence[Tensor]) -> Transfer[Any]:
         """Start the exchange back of the gradients of all differentiable results.
 
-        Its result is a list of the gradients of the sent tensors. The library's graph is released.
+        Its result is a list of the gradients of the tensors that the forward sent. It is filled on the stream, before
+        the mark. The library's graph is released.
         """
         edges, entries, self._results, self._entries = self._results, self._entries, [], []
         found: list[Tensor] = []
 
-        def run(*sent: Tensor) -> None:
-            backward(edges, sent)
+        def run(*arrived: Tensor) -> None:
+            walk_back(edges, arrived)
             found.extend(entry.dense() for entry in entries)
 
         mark = self.stream.run(run, *grads)
@@ -339,4 +341,4 @@ class Segment:
         roots, grads = self.roots, self.grads
         self.roots, self.grads = [], []
         if roots:
-            backward(roots, grads)
+            walk_back(roots, grads)

@@ -30,7 +30,7 @@ from overlap1f1b.play.result import StepResult, result_of
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links
 from overlap1f1b.reduce.reduction import Reduction
-from overlap1f1b.transport.suspension import Kept
+from overlap1f1b.transport.suspension import KeepsThreadState
 
 
 class PlayedStep(NamedTuple):
@@ -115,7 +115,7 @@ class Step:
         links, made = self.links, dict[int, Installation]()
         with ExitStack() as inside:
             inside.enter_context(torch.autograd.set_multithreading_enabled(False))
-            inside.enter_context(Kept(next(iter(self.stages.values())).device))
+            inside.enter_context(KeepsThreadState(next(iter(self.stages.values())).device))
             inside.enter_context(torch.no_grad())
             if links.carveout:
                 inside.enter_context(carved_out(links.carveout))

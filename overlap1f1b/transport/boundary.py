@@ -215,7 +215,7 @@ class Boundary:
             specs = self._known[node] = self._read(link)
         parts = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
         works = [link.payload.recv([self._sendable(t)], link.peer, 0) for t in parts if t.numel()]
-        received = tuple(map(self._whole, parts, specs))
+        received = tuple(map(self._as_sent, parts, specs))
         for tensor, spec in zip(received, specs, strict=True):
             tensor.requires_grad_(spec.requires_grad)
         return Transfer(received, works)
@@ -226,8 +226,11 @@ class Boundary:
         specs: Specs = pickle.loads(header.numpy().tobytes())
         return specs
 
-    def _whole(self, part: Tensor, spec: Spec) -> Tensor:
-        """Return the DTensor of which the sender had the same part, in the same memory."""
+    def _as_sent(self, part: Tensor, spec: Spec) -> Tensor:
+        """Return what arrived in the form in which it was sent, in the same memory.
+
+        A plain tensor is returned as it is, else the DTensor whose part on this rank it is.
+        """
         if spec.sharded == PLAIN:
             return part
         assert self.tensor_mesh is not None

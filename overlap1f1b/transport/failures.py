@@ -162,10 +162,10 @@ class Failures:
         if self._store is None or not is_loss(error):
             return
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        deadline, words = time.monotonic() + ROLL_CALL_S, self._words({})
+        deadline, words = time.monotonic() + ROLL_CALL_S, self._add_words({})
         while (cause := self.read()) is None and time.monotonic() < deadline and len(words) < len(self.labels):
             time.sleep(ROLL_CALL_POLL_S)
-            words = self._words(words)
+            words = self._add_words(words)
 
         def put_first(text: str) -> None:
             if isinstance(error, LostRankError):
@@ -191,8 +191,8 @@ class Failures:
         holder = self.labels.get(0)
         return "the process group's store" + ("" if holder is None else f", which {holder} may hold,")
 
-    def _words(self, known: dict[int, str]) -> dict[int, str]:
-        # Adds the words that ranks have left since.
+    def _add_words(self, known: dict[int, str]) -> dict[int, str]:
+        """Add the words that ranks have left since."""
         assert self._store is not None
         for rank in self.labels.keys() - known.keys():
             if (word := self._store.get(f"word/{rank}")) is not None:

@@ -66,7 +66,7 @@ class Flight(Generic[T]):
     _transfer: Transfer[T] | None = None
     _result: T | None = None
     _error: BaseException | None = None
-    _ended = False  # whether the lane's thread has ended it
+    _released = False  # whether the lane's thread has ended it
     _under_way: Any = None  # a lock that is held until then, where a thread ends it; an event costs several times more
 
     def __init__(self, node: Node, lane: Lane) -> None:
@@ -102,7 +102,7 @@ class Flight(Generic[T]):
         if self._under_way is None:
             self.arrive()
             return
-        if self._ended:
+        if self._released:
             return
         # The transfers before it on the lane may take as long as the limit, and then this one as long again.
         deadline = time.monotonic() + LATE_FACTOR * self.lane.failures.limit.total_seconds()
@@ -124,7 +124,7 @@ class Flight(Generic[T]):
     def arrived(self) -> bool:
         """Whether :meth:`wait` would return at once."""
         if self._under_way is not None:
-            return self._ended
+            return self._released
         return self._transfer is None or self._transfer.done
 
     def settle(self) -> None:
@@ -141,7 +141,7 @@ class Flight(Generic[T]):
 
     def drain(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the transfer to end, and drop it."""
-        if self._under_way is not None and not self._ended:
+        if self._under_way is not None and not self._released:
             self._under_way.acquire(timeout=seconds)
         transfer, self._transfer = self._transfer, None
         if transfer is not None and transfer.mark is not None:  # a stream may still use its tensors
@@ -208,8 +208,8 @@ class Flight(Generic[T]):
 
     def _end(self) -> None:
         """Let go of the thread that waits; the thread that starts a flight, or ends it, calls this."""
-        if self._under_way is not None and not self._ended:
-            self._ended = True
+        if self._under_way is not None and not self._released:
+            self._released = True
             self._under_way.release()
 
 

@@ -393,7 +393,7 @@ class ThreadState(NamedTuple):
             outside.restore(self, name)
 
 
-class Kept:
+class KeepsThreadState:
     """A context that ends with the thread's state that it began with: a Ctrl-C may come while a forward changes it.
 
     Not a generator, which Python would finish when it collects it, perhaps inside a later step.
