@@ -341,6 +341,24 @@ def test_what_is_looked_at_during_its_copy_stays(copy: float) -> None:
     assert not models.equal(*found)
 
 
+def test_what_is_being_fetched_is_not_shown() -> None:
+    """Its memory is there again, and not filled yet."""
+
+    class Looks(Saves):
+        def forward(self, x: Tensor) -> Tensor:
+            y, node = super().forward(x), first.node
+            y.register_hook(lambda grad: grad * node._saved_result)
+            return y
+
+    first: Any = Saves("shown")
+    x, costs = torch.randn(16, 16), NodeCosts.uniform(attention=3, experts=4, dispatch=5, dense=1, copy=8)
+    engine = engine_of(first, Saves(), Looks(), Saves(), costs=costs, host_link=2e-5)
+    order = [(node.op, node.block) for node in engine.plan.ranks[0]]
+    assert order.index((Op.FETCH, 0)) < len(order) - order[::-1].index((Op.DENSE, 3)) - 1
+    with pytest.raises(RuntimeError, match=r"^block 0 \(Saves\) has in host memory a tensor of"):
+        engine.step(x, target=x)
+
+
 def test_a_step_holds_less() -> None:
     """Of five microbatches that are open at once one is there at a time."""
 
