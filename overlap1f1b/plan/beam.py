@@ -164,6 +164,7 @@ class Beam:
                 weighted |= weights[node]
 
     def _longer(self, one: _Beginning, bound: float, played: int, node: int, start: float) -> _Beginning:
+        """Return a beginning with one more node, which starts at a time."""
         _, idle, _, held, free, left, ready, partly, *_ = one
         lane, counts = self.lanes[node], self.counts
         end = start + self.times[node]

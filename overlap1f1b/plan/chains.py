@@ -110,6 +110,7 @@ class Chains:
 
 
 def _each(shape: Shapes, stages: int) -> tuple[StageShape, ...]:
+    """Return the blocks of each stage; ValueError for shapes that are none."""
     if isinstance(shape, BlockShape) or not isinstance(shape, Sequence):
         raise ValueError(f"shape={shape!r}; allowed: a sequence of blocks, such as (BlockShape(expert_calls=1),)")
     if not shape or isinstance(shape[0], BlockShape):

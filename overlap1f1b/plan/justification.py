@@ -74,6 +74,7 @@ def justified(needs: Precedence, starts: Sequence[float], budget: Budget, nodes:
     width = sum(needs.times) / max(1, len(starts))
 
     def changed(now: Placed) -> tuple[Placed, int]:
+        """Return the step with a wait turned round, or all keys shaken, packed again; and how often it was packed."""
         keys, waits = list(now[1]), _critical(needs, now, draw)
         for _ in range(draw.choice((1, 1, 2)) if waits else 0):
             before, node = draw.choice(waits)
@@ -130,6 +131,7 @@ def lightened(needs: Precedence, starts: Sequence[float], limit: float, budget: 
         return most + MEAN * total / max(1, len(starts)), starts, found, at
 
     def changed(now: _State) -> tuple[_State, int]:
+        """Return the step with forwards later, or what frees bytes earlier, near the node with the most bytes."""
         _, starts, order, at = now
         keys, since = list(starts), [0.0] * len(starts)
         for node in forwards:

@@ -161,6 +161,7 @@ class _Line:
         self.stays = list(self._stays(plan))
 
     def _stays(self, plan: Plan) -> Iterator[_Stay]:
+        """Yield what may leave: from behind the forward of a segment until a backward needs it."""
         begins, ends = dict[tuple[int, ...], int](), dict[tuple[int, ...], int]()
         for at, node in enumerate(self.order):
             place = node.stay

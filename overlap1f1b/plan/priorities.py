@@ -97,6 +97,7 @@ class Tasks:
             self.loads.append((sum(way.compute + way.weights for way in ways), sum(way.exchange for way in ways)))
 
     def _of(self, kind: Kind, stage: int, microbatch: int) -> tuple[_Task, ...]:
+        """Return the tasks of an action: each computation, what is launched behind it, and what it waits for."""
         nodes = [node for node in self.chains.of(Action(kind, stage, microbatch)) if node.op is not _RECEIVE]
         at = [index for index, node in enumerate(nodes) if RESOURCE_OF[node.op] is _COMPUTE]
         computes = [nodes[index] for index in at]
@@ -197,6 +198,7 @@ class PriorityScheduler(RankScheduler):
         self._open(received.chain)
 
     def step(self, horizon: float) -> float | None:
+        """Issue what comes next, and return None; if nothing can start by ``horizon``, return when something can."""
         time, pending = max(self.clock.now, horizon), self.pending
         while pending and pending[0][0] <= time:
             job = heappop(pending)[2]
