@@ -172,6 +172,7 @@ class Stage:
         return options_of(self.blocks[0]).input_names
 
     def _find_parameters(self) -> None:
+        """Divide the parameters of each block into those of experts and the rest, and note which are tied."""
         refuse_wrappers(self.blocks, self.names)
         first: dict[nn.Parameter, int] = {}
         for index, name in enumerate(self.names):

@@ -423,6 +423,7 @@ class Engine:
             self.mesh.agree(values(self.stages, connection.tied.parameters, self.mesh), f", as by {cause}")
 
     def _check_devices(self) -> None:
+        """Raise a ValueError for a parameter without values, or on another device than the engine."""
         device = self.connection.device
         for stage in self.stages.values():
             refuse_zero(stage.blocks, stage.names)  # as of a deepspeed.initialize behind the Engine

@@ -158,6 +158,7 @@ class Experts(nn.Module):
         return computed_once(partial(self._there_and_back, tokens, indices, weights))
 
     def _there_and_back(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Exchange the tokens, compute them, and return their weighted sums, in as many parts as the step asks for."""
         options: dict[str, Any] = {"capacity": self.capacity, "precision": self.precision}
         forward = Forward.running()
         count = 1 if forward is None else forward.handlers.parts

@@ -196,7 +196,7 @@ class Precedence:
                 latest[place] = node
 
     def _add_limits(self, computes: Sequence[Node], live: int, late: int) -> None:
-        """Let a microbatch begin only behind the ends of others, where ``live`` are open and ``late`` still have weights."""
+        """Let a microbatch begin only behind others: ``live`` may be open, and ``late`` more may wait for weights."""
         begins, ends, weights = (dict[tuple[int, int, int], list[Node]]() for _ in range(3))
         for node in computes:
             place = microbatch_of(node)

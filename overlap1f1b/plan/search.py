@@ -205,6 +205,7 @@ class _Draws:
         return tried._replace(keys=keys)
 
     def _changed_setting(self, tried: Priorities) -> Priorities:
+        """Return the priorities with another setting, slope, or cap of a stage."""
         draw = self.random
         what = draw.choice(("later", "slope", *_SETTINGS, "caps", "caps", "caps"))
         if what in _SETTINGS:

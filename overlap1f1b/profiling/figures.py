@@ -258,6 +258,7 @@ def longest(ranks: Iterable[Recording], count: int = 10) -> list[Exposed]:
 
 
 def _described(lanes: Lanes, start: float, end: float) -> Exposed:
+    """Return what was in flight, what was waited for and what came next while an exchange was exposed."""
     recording, step = lanes.recording, lanes.step
     names = recording.names
     flights = recording.exchanges(step)

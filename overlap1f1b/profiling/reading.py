@@ -139,6 +139,7 @@ class _File(Struct, rename={"events": "traceEvents", "distributed": "distributed
 
 
 def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recording:
+    """Read a record of ours or a trace of torch.profiler; ValueError for another file."""
     try:
         content = decode(text, type=_File | list[Raw])
         if isinstance(content, list):

@@ -98,6 +98,7 @@ class Profile:
             devices.settle(device)  # the work of these steps is inside
 
     def _save(self, record: Path, trace: Path) -> None:
+        """Write the record, and the trace with our steps beside the events of the profiler."""
         self.recorder.save(record)
         if self._profiler is None:
             self.files = (record,)

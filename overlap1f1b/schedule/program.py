@@ -275,6 +275,7 @@ def _why_stuck(program: Program, at: list[int], waiting: dict[int, list[int]]) -
 
 
 def _check_sizes(program: Program) -> None:
+    """Raise a ValueError for ranks, sizes or slots that do not fit together."""
     check_kind(f"program {program.name!r}: placement", program.placement, Placement)
     for name in ("ranks", "peak_activations", "peak_weights"):
         check_kind(f"program {program.name!r}: {name}", getattr(program, name), tuple, list)

@@ -73,7 +73,7 @@ class Store:
         return True
 
     def _ask(self, call: Callable[[], T], otherwise: T) -> T:
-        # The call runs in a thread, which is left behind if no answer comes.
+        """Return what a call of the store answers, which runs in a thread that is left behind if no answer comes."""
         with self._lock:
             if self.gone:
                 return otherwise
