@@ -547,10 +547,6 @@ def _note_turn(_: Player, turn: Any) -> None:
     here().write("node", str(turn))
 
 
-def _note_turn(_: Player, turn: Any) -> None:
-    here().write("node", str(turn))
-
-
 def _note_meeting(mesh: Any, dimension: str, *_: Any) -> None:
     if mesh._control.get(dimension) is not None:
         key = (mesh._own.name, tuple(mesh.along(dimension)))
