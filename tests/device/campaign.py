@@ -11,7 +11,7 @@ import time
 from overlap1f1b.schedule import SCHEDULES
 from tests.device.model import nodes_of
 from tests.device.steps import Layout, program_of, stuck
-from tests.device.test_schedules import OVERLAPS, problems_of
+from tests.device.test_schedules import problems_of
 from tests.plan.tries import few_tries
 
 
@@ -36,9 +36,7 @@ def main() -> int:
                     continue
                 start = time.monotonic()
                 with few_tries():
-                    problems, world = problems_of(name, Layout(pp, ep))
-                begins = [max(i for i, e in enumerate(log) if e.kind == "create") + 1 for log in world.logs]
-                step = [_last_step(log[begin:]) for log, begin in zip(world.logs, begins, strict=True)]
+                    problems, step = problems_of(name, Layout(pp, ep))
                 problems += [f"{s}: {w}" for s, w in stuck(step, pp * 10 + ep, maps=options.maps, syncs=options.syncs)]
                 nodes = sum(map(nodes_of, step))
                 took = time.monotonic() - start
@@ -49,13 +47,6 @@ def main() -> int:
                 )
                 failed |= bool(problems)
     return int(failed)
-
-
-def _last_step(log: list) -> list:  # type: ignore[type-arg]
-    """Return the part of a log that belongs to the last of its steps."""
-    per_step = nodes_of(log) // len(OVERLAPS)
-    at = [index for index, entry in enumerate(log) if entry.kind == "node"]
-    return log[at[-per_step] :]
 
 
 if __name__ == "__main__":
