@@ -69,7 +69,8 @@ class Draws:
 def same(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether nothing was drawn between the states of some generators and later ones."""
     # As words, since torch compares bytes one by one.
-    return all(torch.equal(*(state.view(torch.int32) for state in pair)) for pair in zip(states, others, strict=True))
+    words, later = ([state.view(torch.int32) for state in every] for every in (states, others))
+    return all(map(torch.equal, words, later))
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
