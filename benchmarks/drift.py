@@ -122,11 +122,11 @@ def clocked(owner: type, name: str, spent: Counter[str]) -> Iterator[None]:
 
 
 def watched(rank: int, options: argparse.Namespace) -> list[str]:
-    """Return what telling, watching, the gate and metrics take of a step in which nothing changes."""
+    """Return what pooling, watching, the gate and metrics take of a step in which nothing changes."""
     engine, _, compute = engine_of(GBPS, options)
     rows = torch.randint(0, CONFIG.vocabulary, (2 * MICROBATCHES, CONFIG.sequence + 1))
     spent, seconds = Counter[str](), list[float]()
-    watches = ((Engine, "_seen_by_others"), (Tuner, "_watch"), (Gate, "found"), (StepResult, "metrics"))
+    watches = ((Tuner, "pooled"), (Tuner, "_watch"), (Gate, "found"), (StepResult, "metrics"))
     with compute.entered(engine.model), ExitStack() as stack:  # type: ignore[arg-type]
         while engine.tuner.settling:
             engine.step(rows[:, :-1].contiguous(), target=rows[:, 1:].contiguous())

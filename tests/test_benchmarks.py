@@ -1,5 +1,6 @@
 """Every benchmark that no other test runs goes through in a tiny size: else a name that changes breaks it unseen."""
 
+import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -42,3 +43,15 @@ def test_a_benchmark_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options.split()])
     module.main()
     assert capsys.readouterr().out
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("command", ["drift.py --cost 1", "orders.py --steps 12 14"])
+def test_a_benchmark_runs_in_processes_of_its_own(command: str) -> None:
+    """Its ranks, or random numbers that no seed of the tests may reach."""
+    script, *options = command.split()
+    result = subprocess.run(
+        [sys.executable, str(FOLDER / script), *options], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
