@@ -6,10 +6,11 @@ All communicators are made here, in one order on all ranks, and end with :meth:`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Timer
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -48,7 +49,7 @@ Call = Literal[
 ]
 _CALLS = get_args(Call)
 _RANKS = 2**20  # more than there are
-_FACTS = 4  # numbers that a call may compare
+_NO_FACTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Connection:
@@ -197,7 +198,7 @@ class Connection:
 
     @contextmanager
     def guarded(
-        self, call: Call, of: Failing = BaseException, *, place: str = "", facts: Sequence[float] = ()
+        self, call: Call, of: Failing = BaseException, *, place: str = "", facts: Mapping[str, float] = _NO_FACTS
     ) -> Iterator[Comparison]:
         """Guard a call that all ranks make; failures ``of`` these kinds end the engine, after others it can go on.
 
@@ -237,11 +238,10 @@ class Connection:
         finally:
             self._entered = False
 
-    def _compared(self, call: Call, facts: Sequence[float]) -> Comparison:
+    def _compared(self, call: Call, facts: Mapping[str, float]) -> Comparison:
         self._calls += 1
-        numbers = (*facts, *(0.0,) * (_FACTS - len(facts)))
-        limit = timedelta(seconds=CLOSE_S) if call == "close" else self.mesh.failures.limit
-        return self.mesh.compared(_CALLS.index(call) * _RANKS + self.mesh.number, *numbers, limit=limit)
+        limit = timedelta(seconds=CLOSE_S) if call == "close" else None
+        return self.mesh.compared({"call": _CALLS.index(call) * _RANKS + self.mesh.number, **facts}, limit)
 
     @contextmanager
     def _naming(self, call: Call) -> Iterator[None]:
@@ -260,7 +260,7 @@ class Connection:
             late.cancel()
 
     def _check(self, comparison: Comparison) -> None:
-        least, most = (divmod(int(number), _RANKS) for number in comparison.extremes(0))
+        least, most = (divmod(int(number), _RANKS) for number in comparison.extremes("call"))
         if least[0] != most[0]:
             one, other = (f"{_CALLS[call]} on {self.mesh.labels[rank]}" for call, rank in (least, most))
             raise DifferentCallsError(

@@ -207,7 +207,7 @@ class Engine:
                 )
         if microbatches is not None:
             self.microbatches = microbatches
-        make_feed = self._feed_of(inputs, target, self.program, loss_scale, return_outputs)
+        make_feed = self._feed_of(inputs, target, self.program, return_outputs)
         return self.play(make_feed, loss_scale=loss_scale).result
 
     @checked
@@ -225,11 +225,11 @@ class Engine:
         """
         count = self.microbatches if microbatches is None else microbatches
         program = self.tuner.evaluation_of(count).program
-        make_feed = self._feed_of(inputs, target, program, 1.0, return_outputs)
+        make_feed = self._feed_of(inputs, target, program, return_outputs)
         return self.play(make_feed, grad=False, microbatches=count).result
 
     def _feed_of(
-        self, inputs: Batch | None, target: Batch | None, program: Program, loss_scale: float, return_outputs: bool
+        self, inputs: Batch | None, target: Batch | None, program: Program, return_outputs: bool
     ) -> Callable[[], Feed]:
         """Return what makes the feed of a batch."""
         return partial(
@@ -241,7 +241,6 @@ class Engine:
             target,
             loss_fn=self.loss_fn,
             count_tokens=self.options.count_tokens,
-            loss_scale=loss_scale,
             return_outputs=return_outputs,
         )
 
@@ -261,7 +260,7 @@ class Engine:
         Args:
             make_feed: Makes the feed; an error in it is told to the other ranks as any other of the step.
             grad: Whether a backward follows; else the forwards alone are played.
-            loss_scale: Factor of gradients that the feed has applied, to be compared over the ranks.
+            loss_scale: Factor of all gradients, beside what the feed gives; the same on all ranks.
             microbatches: Number of microbatches, by default as before; another stays for the next steps, but that of
                 an evaluation holds for it alone.
             observers: Who looks on at this step, beside :attr:`observers`.
@@ -288,12 +287,13 @@ class Engine:
         every = tuple(one for one in looking if grad or one.rehearses)
         links = self.connection.links
         by_node = self.options.memory is not None or (coming is not None and coming.purpose.looks)
-        options: dict[str, Any] = {"grad": grad, "loss_scale": loss_scale, "by_node": by_node}
-        step = Step(plan, make_feed, self.stages, links, **options, observers=every)
+        step = Step(
+            plan, make_feed, self.stages, links, grad=grad, loss_scale=loss_scale, observers=every, by_node=by_node
+        )
         call: Call = "step" if grad else "evaluate"
         facts, place = self._facts(step), "before the first node of its plan"
         draws = max(_DRAWS[stage.draws.any] for stage in self.stages.values())
-        with self.guarded(call, place=place, facts=[*facts.values(), draws]) as comparison:
+        with self.guarded(call, place=place, facts=facts | {"draws": draws}) as comparison:
             if wrong is not None:
                 raise wrong
             self._agree(step, comparison)
@@ -304,10 +304,10 @@ class Engine:
             except torch.OutOfMemoryError as error:
                 self.tuner.name_limit(plan, error)
                 raise
-            # Have all ranks played the same step, and scaled alike? Behind the call stand the facts, then the draws.
-            if any(comparison.differ(here=not grad)[1 : 1 + len(facts)]):  # as by a gradient scaler on some rank
+            # Have all ranks played the same step, and scaled alike?
+            if comparison.differ(here=not grad) & facts.keys():  # as by a gradient scaler on some rank
                 self.mesh.agree(facts)
-            if self._draws(comparison.extremes(1 + len(facts), "pp")[1]):
+            if self._draws(comparison.extremes("draws", "pp")[1]):
                 take_number()
             if grad:
                 ended = played.microbatches.of_stage(self.program.placement.stages - 1)
@@ -380,7 +380,7 @@ class Engine:
         plan, count = step.plan, step.plan.program.microbatches
         if count != self._played:
             # Ranks whose number has not changed do not wait here: they play, and learn of this error there.
-            if comparison.differ(here=True)[1]:
+            if "microbatches" in comparison.differ(here=True):
                 raise ValueError(
                     f"microbatches={count} on {self.mesh.label}, after {self._played}, and another number on a rank "
                     "beside it; allowed: the same on all ranks"

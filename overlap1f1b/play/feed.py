@@ -124,7 +124,7 @@ class Feed(NamedTuple):
         arguments_of: Returns the keyword arguments of a :class:`Microbatch` (``inputs``, ``target``, ``loss_fn``,
             ``loss_grad``, ``return_outputs``) by the numbers of stage and microbatch.
         shares: Share of each microbatch in the mean loss over all ranks, by its number.
-        aux_scale: Scale of auxiliary losses; None for the scale that each router has.
+        aux_scale: Scale of auxiliary losses; None for the scale that each router has, whatever the ``loss_scale``.
         draws: Whether ``arguments_of`` may draw random numbers, as one that reads data does: they are the loop's own.
     """
 
@@ -143,7 +143,6 @@ def feed_batch(
     *,
     loss_fn: LossFunction | None,
     count_tokens: Callable[..., int | Tensor] | None = None,
-    loss_scale: float = 1.0,
     return_outputs: bool = False,
 ) -> Feed:
     """Return the feed of a batch. With ``count_tokens`` all ranks of the mesh must call this.
@@ -151,7 +150,6 @@ def feed_batch(
     Args:
         loss_fn: ``(*outputs, *targets) → scalar`` of one microbatch; None on ranks without the last stage.
         count_tokens: Number of tokens that a microbatch's target counts for; None for a mean over microbatches.
-        loss_scale: Factor of all gradients.
         return_outputs: Whether outputs are kept beside the loss.
 
     Raises:
@@ -173,12 +171,12 @@ def feed_batch(
             arguments |= {
                 "target": target_of(microbatch),
                 "loss_fn": loss_fn if shares[microbatch] else _of_no_token,
-                "loss_grad": shares[microbatch] * loss_scale,
+                "loss_grad": shares[microbatch],
                 "return_outputs": return_outputs,
             }
         return arguments
 
-    return Feed(arguments_of, shares, loss_scale / (count * mesh.token_ranks), draws=False)
+    return Feed(arguments_of, shares, 1 / (count * mesh.token_ranks), draws=False)
 
 
 def _nothing(index: int) -> Tensors:
@@ -237,6 +235,7 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
         *,
         seed: int,
         grad: bool,
+        loss_scale: float,
     ) -> None:
         self._installations, self._count, self._feed, self._grad = installations, program.placement.stages, feed, grad
         check_kind("shares of a feed", feed.shares, Mapping)
@@ -247,6 +246,7 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
                     f"a feed without shares of microbatches {missing}; allowed: a share of each that ends here"
                 )
         self._seed = seed  # of the random numbers of all microbatches
+        self._loss_scale = loss_scale
 
     def begin(self, key: MicrobatchKey) -> Microbatch:
         """Add a microbatch with its part of the batch; ValueError if the feed gives it none, or other things."""
@@ -260,10 +260,10 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
             raise ValueError(f"a feed gives microbatch {index} no inputs; allowed: at least () for the first stage")
         if number == self._count - 1 and self._grad and arguments.get("loss_fn") is None:
             raise ValueError(f"a feed gives microbatch {index} no loss_fn; allowed: one for the last stage")
+        loss_grad = self._loss_scale * arguments.get("loss_grad", 1.0)
+        own = {"index": index, "loss_grad": loss_grad, "seed": seed, "grad": self._grad}
         installed = self._installations[number]
-        made = self[key] = Microbatch(
-            installed.stage, index=index, **arguments, seed=seed, grad=self._grad, installed=installed
-        )
+        made = self[key] = Microbatch(installed.stage, **{**arguments, **own}, installed=installed)
         before, after = self.get((number - 1, index)), self.get((number + 1, index))
         if before is not None:
             made.follow(before)

@@ -50,7 +50,7 @@ class Step:
         stages: Of this rank, by their numbers.
         links: What the engine lends.
         grad: Whether a backward follows.
-        loss_scale: Factor of all gradients, which the feed has applied; compared over ranks.
+        loss_scale: Factor of all gradients; compared over ranks.
         observers: Who looks on.
         by_node: Whether every node is played by itself, also where blocks could be one call: they are measured.
     """
@@ -81,10 +81,19 @@ class Step:
                 raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
             loop = Loop([stage.draws for stage in self.stages.values()])
             reductions = self._begin()
-            with self._install(feed.aux_scale, every) as (turns, installations):
+            aux_scale = None if feed.aux_scale is None else feed.aux_scale * self.loss_scale
+            with self._install(aux_scale, every) as (turns, installations):
                 if feed.draws:
                     feed = feed._replace(arguments_of=loop.watching(feed.arguments_of))
-                microbatches = Microbatches(installations, program, links.rank, feed, seed=loop.seed, grad=self.grad)
+                microbatches = Microbatches(
+                    installations,
+                    program,
+                    links.rank,
+                    feed,
+                    seed=loop.seed,
+                    grad=self.grad,
+                    loss_scale=self.loss_scale,
+                )
                 player.play(turns, microbatches, microbatches.begin)
             loop.end()
             ended = microbatches.of_stage(program.placement.stages - 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
-from itertools import product
+from itertools import compress, product
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ DATA: tuple[Dimension, ...] = ("dp", "ep", "cp")
 VALUES = "the values"
 """Begin of the names of facts that stand for the values of a tensor."""
 _SHOWN = 80  # characters of a value in a message
+_FACTS = 5  # numbers that are compared at once
 
 
 class Mesh:
@@ -260,9 +261,9 @@ class Mesh:
                             said = f"{name} differ between {here} and {there}"
                         raise ValueError(f"{said}; allowed: the same on all ranks{besides}")
 
-    def compared(self, *numbers: float, limit: timedelta | None = None) -> Comparison:
-        """Start to compare numbers over all ranks; ``limit`` is of waits, None for the mesh's own."""
-        return Comparison(self._control, numbers, limit or self.failures.limit)
+    def compared(self, facts: Mapping[str, float], limit: timedelta | None = None) -> Comparison:
+        """Start to compare up to five numbers over all ranks; ``limit`` is of waits, None for the mesh's own."""
+        return Comparison(self._control, facts, limit or self.failures.limit)
 
     def along(self, dimension: Dimension) -> list[int]:
         """Return the default group's numbers of the ranks along a dimension, in the mesh's order."""
@@ -299,28 +300,30 @@ class Mesh:
 
 
 class Comparison:
-    """Numbers that are compared over the ranks of some groups, by their dimensions, while the thread goes on.
+    """Named numbers that are compared over the ranks of some groups, by their dimensions, while the thread goes on.
 
+    Ranks compare them in their order; other ranks may have other names, if what they do is itself one of the numbers.
     Waits raise a LostRankError if a rank failed, or did not answer within the limit.
     """
 
-    def __init__(self, groups: Mapping[Dimension, Group], numbers: Sequence[float], limit: timedelta) -> None:
-        self._groups, self._limit, self._numbers = groups, limit, numbers
+    def __init__(self, groups: Mapping[Dimension, Group], facts: Mapping[str, float], limit: timedelta) -> None:
+        self._groups, self._limit, self._facts = groups, limit, facts
         if not groups:  # a rank alone
             return
+        numbers = [*facts.values(), *[0.0] * (_FACTS - len(facts))]
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._own = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.float64, device="cpu")
         self._most = {name: self._own.clone() for name in groups}
         self._works = {name: groups[name].allreduce([line], self._options) for name, line in self._most.items()}
 
-    def differ(self, *, here: bool = False) -> list[bool]:
-        """Wait; return whether each number differs, the same on all ranks.
+    def differ(self, *, here: bool = False) -> set[str]:
+        """Wait; return the names of numbers that differ, the same on all ranks.
 
         With ``here=True``, by which ranks may call this alone, it is along any dimension of this rank.
         """
         if not self._groups:
-            return [False] * len(self._numbers)
+            return set()
         lines = self._lines()
         found = (
             torch.stack([(line != self._own).any(dim=0) for line in (self._own, *lines.values())])
@@ -331,14 +334,14 @@ class Comparison:
         for name in () if here or len(lines) < 2 else self._groups:
             with _naming(name):
                 self._groups[name].allreduce([found], self._options).wait(self._limit)
-        return [bool(one) for one in found.tolist()]
+        return set(compress(self._facts, found.tolist()))
 
-    def extremes(self, position: int, *over: Dimension) -> tuple[float, float]:
-        """Wait; return the least and the largest number at a position, along these dimensions of this rank, or all."""
+    def extremes(self, fact: str, *over: Dimension) -> tuple[float, float]:
+        """Wait; return the least and the largest number of a name, along these dimensions of this rank, or all."""
         if not self._groups:
-            return self._numbers[position], self._numbers[position]
+            return self._facts[fact], self._facts[fact]
         lines = [line for name, line in self._lines().items() if name in over or not over]
-        most, least = torch.stack([self._own, *lines])[:, :, position].max(dim=0).values.tolist()
+        most, least = torch.stack([self._own, *lines])[:, :, [*self._facts].index(fact)].max(dim=0).values.tolist()
         return -least, most
 
     def _lines(self) -> dict[Dimension, torch.Tensor]:

@@ -89,15 +89,15 @@ def test_shares_are_of_microbatches_or_of_tokens() -> None:
     stages, program = {0: Stage([nn.Linear(2, 2)])}, build_schedule("sequential", microbatches=3)
 
     def feed(count: Any) -> Feed:
-        options: dict[str, Any] = {"loss_fn": models.loss_fn, "count_tokens": count, "loss_scale": 2.0}
+        options: dict[str, Any] = {"loss_fn": models.loss_fn, "count_tokens": count}
         return feed_batch(stages, program, Mesh(None), X, X[:, :1], **options)
 
     even = feed(None)
     assert even.shares == dict.fromkeys(range(3), 1 / 3)
-    assert even.aux_scale == pytest.approx(2 / 3)
+    assert even.aux_scale == 1 / 3
     uneven = feed(lambda target: int(target.sum() > 2) * 4)  # the first microbatch counts for nothing
     assert uneven.shares == {0: 0, 1: 0.5, 2: 0.5}
-    assert uneven.arguments_of(0, 1)["loss_grad"] == 1.0
+    assert uneven.arguments_of(0, 1)["loss_grad"] == 0.5
     assert uneven.arguments_of(0, 0)["loss_fn"] is not models.loss_fn  # undefined, a mean over nothing
     assert uneven.arguments_of(0, 0)["loss_fn"](torch.ones(2, requires_grad=True)).item() == 0
 
@@ -118,6 +118,7 @@ def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbo
         Feed(arguments_of, {0: 0.5, 1: 0.5}, None),
         seed=0,
         grad=True,
+        loss_scale=1.0,
     )
     assert not made
     first, second = made.begin((0, 1)), made.begin((1, 1))
@@ -148,6 +149,9 @@ def test_a_feed_plays_losses_of_its_own() -> None:
     assert [loss.item() for loss in played.result.losses] == losses
     assert not models.equal(models.gradients(model), expected)
     assert [m.returned.kept[0].shape for m in played.microbatches.of_stage(0)] == [(2, 7, models.V)] * 3
+    model.zero_grad()
+    engine.play(lambda: Feed(arguments_of, dict.fromkeys(range(3), 1.0), aux_scale=1.0), loss_scale=4.0)
+    assert not models.equal({name: grad / 4 for name, grad in models.gradients(model).items()}, expected)
     with pytest.raises(ValueError, match="no loss_fn on a rank with the last stage"):
         engine.step(inputs, target=target)
 

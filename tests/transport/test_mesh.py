@@ -25,7 +25,7 @@ def test_coordinates_of_a_mesh_in_any_order(rank: int, size: int) -> None:
     assert [mesh.gathered(name, rank) for name in ("ep", "pp", "dp")] == [TURNED[pp], column, [rank]]
     assert (mesh.ranks(pp=[0], over=("ep",)), mesh.ranks(pp=[0, 1], over=())) == ([1, 3], sorted(column))
     assert mesh.combined([rank], lambda _, parts: [one for part in parts for one in part]) == [3, 1, 2, 0]
-    assert (mesh.compared(1.0).differ(), mesh.compared(float(rank == 2)).differ()) == ([False], [True])
+    assert mesh.compared({"call": 1.0, "scale": float(rank == 2)}).differ() == {"scale"}
 
 
 @over(4)
@@ -55,7 +55,7 @@ def test_one_rank_is_a_mesh() -> None:
     assert [mesh.size(dimension) for dimension in ("pp", "dp", "ep")] == [1, 1, 1]
     assert (mesh.label, mesh.several, mesh.group("ep"), mesh.on_gloo) == ("rank 0", False, None, False)
     assert mesh.gathered("ep", 7) == [7]
-    assert mesh.compared(3.0).differ() == [False]
+    assert mesh.compared({"call": 3.0}).differ() == set()
     with pytest.raises(ValueError, match=re.escape("over 2 pipeline ranks on a mesh with 1 along 'pp'")):
         mesh.check(build_schedule("1f1b", ranks=2, microbatches=2))
 
