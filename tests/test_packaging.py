@@ -275,7 +275,6 @@ Megatron-Core itself."""
 
 COVERED_BY = {
     "cut/contents": "play/test_recompute",
-    "play/passage": "play/test_microbatch",
     "play/random": "cut/test_random",
     "play/values": "cut/test_places",
     "__main__": "test_main", "cli/plan/options": "cli/plan/test_command", "cli/plan/results": "cli/plan/test_command",

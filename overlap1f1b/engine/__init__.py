@@ -16,9 +16,8 @@ from overlap1f1b.engine.gate import NotHiddenError
 from overlap1f1b.engine.stages import split_blocks
 from overlap1f1b.learn.check import VerificationError
 from overlap1f1b.play.feed import Feed
-from overlap1f1b.play.microbatch import Microbatch
+from overlap1f1b.play.microbatch import LossFunction, Microbatch
 from overlap1f1b.play.pair import combined_forward_backward_step
-from overlap1f1b.play.passage import LossFunction
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.transport.budget import DeviceOptions
 from overlap1f1b.transport.failures import LostRankError

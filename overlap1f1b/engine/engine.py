@@ -35,9 +35,8 @@ from overlap1f1b.learn.purpose import Coming, Purpose
 from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.plan import NodeCosts, Plan, StageShape
 from overlap1f1b.play.feed import Batch, Feed, feed_batch
-from overlap1f1b.play.microbatch import check_gradients_possible
+from overlap1f1b.play.microbatch import LossFunction, check_gradients_possible, check_loss
 from overlap1f1b.play.observers import Observer
-from overlap1f1b.play.passage import LossFunction, check_loss
 from overlap1f1b.play.random import take_number
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.play.step import PlayedStep, Step

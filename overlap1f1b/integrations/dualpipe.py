@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from overlap1f1b.cut.blocks import device_of, own_call
 from overlap1f1b.engine import Engine, EngineOptions, Feed
 from overlap1f1b.play.feed import Microbatches
-from overlap1f1b.play.passage import OptionalTensors, Tensors, check_loss
+from overlap1f1b.play.microbatch import OptionalTensors, Tensors, check_loss
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.schedule.values import check_kind, check_size, checked
 from overlap1f1b.transport.mesh import grid_of

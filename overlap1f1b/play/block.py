@@ -37,9 +37,9 @@ from overlap1f1b.plan.turn import Stretch
 from overlap1f1b.play.crossing import CrossingMode, Lookout, eager
 from overlap1f1b.play.gradients import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.play.install import Installation
+from overlap1f1b.play.microbatch import Microbatch, Phase, Tensors, absent, check_call, is_absent, name_call
 from overlap1f1b.play.observers import ExpertCall
 from overlap1f1b.play.offload import Kept, Leaving
-from overlap1f1b.play.passage import Passage, Phase, Tensors, absent, check_call, is_absent, name_call
 from overlap1f1b.play.recompute import DroppedPart, Recomputation
 from overlap1f1b.play.segment import NOTHING_ENTERED, Crossing, Layout, LibraryExchange, Segment, Sent, Use
 from overlap1f1b.play.values import PlaceValues
@@ -71,7 +71,7 @@ class BlockRun:
     recomputation: Recomputation | None = None  # parts of the forward that are computed again, once there is one
     leaving: Leaving | None = None  # what the forward leaves for the backward, if it goes to host memory meanwhile
 
-    def __init__(self, microbatch: Passage, block: int, stretch: Stretch | None = None) -> None:
+    def __init__(self, microbatch: Microbatch, block: int, stretch: Stretch | None = None) -> None:
         self.microbatch, self.block, self.stretch = microbatch, block, stretch
         self.installed: Installation = microbatch.installed
         self.facts = self.installed.facts[block]
@@ -491,7 +491,7 @@ class BlockRun:
         )
 
     def _begin_backward(self) -> None:
-        """Take the gradients of the block's outputs, where its graph begins."""
+        """Take the gradients of the block's outputs, where its graph begins; nothing here holds them in the walk."""
         grads = self.microbatch.take_gradients()
         segment = self.segments[-1]
         outs, segment.outs = segment.outs, ()
@@ -578,7 +578,7 @@ class BlockRun:
         self.segments, self.sent, self.recomputation, self.leaving = [], {}, None, None
 
 
-def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
+def call_block(microbatch: Microbatch, block: int, *x: Tensor) -> Tensors:
     """Return the outputs of a block's own forward, or the loss after the last block."""
     stage = microbatch.installed.stage
     module = stage.blocks[block]

@@ -11,8 +11,7 @@ from torch import Tensor
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan.turn import MicrobatchKey
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.microbatch import Microbatch
-from overlap1f1b.play.passage import LossFunction, OptionalTensors, Tensors, absent
+from overlap1f1b.play.microbatch import LossFunction, Microbatch, OptionalTensors, Tensors, absent
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, check_number
 from overlap1f1b.transport.mesh import Mesh

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 
-import torch
 from torch import Tensor
 
 from overlap1f1b.cut.options import check_timeout
@@ -16,10 +15,10 @@ from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.plan.turn import turns_of
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.microbatch import Microbatch, check_gradients_possible
+from overlap1f1b.play.microbatch import Microbatch, OptionalTensors, Phase, check_gradients_possible, checked_tensors
 from overlap1f1b.play.observers import Observers, WithoutAutocast
-from overlap1f1b.play.passage import OptionalTensors, Phase, checked_tensors
 from overlap1f1b.play.player import Player
+from overlap1f1b.play.step import settings_of_step
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links, lanes_of
 from overlap1f1b.schedule import Action, Kind, Pair, Placement
@@ -27,7 +26,6 @@ from overlap1f1b.schedule.values import checked
 from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
-from overlap1f1b.transport.suspension import KeepsThreadState
 
 Passed = Tensor | OptionalTensors | None
 _TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)
@@ -129,7 +127,7 @@ def _play(
     def tagged(node: Node) -> Node:  # tags outlive this call
         return node._replace(microbatch=members[node.microbatch].index, stage=stages[node.stage].number)
 
-    with KeepsThreadState(stages[0].device), ExitStack() as changed, torch.no_grad():
+    with settings_of_step(stages[0].device), ExitStack() as changed:
         for stage in stages:
             installed = Installation(stage, observers=observers)
             changed.enter_context(installed.on_modules(aux_scale))
@@ -137,8 +135,6 @@ def _play(
                 if microbatch.stage is stage:
                     microbatch.install(installed)
         microbatches = {(stages.index(one.stage), number): one for number, one in members.items()}
-        try:
-            turns = turns_of(nodes, tagged=tagged)
-            Player(links, Times(nodes, watch), observers).play(turns, microbatches, microbatches.__getitem__)
-        finally:
-            observers.end(failed=False)
+        turns = turns_of(nodes, tagged=tagged)
+        changed.callback(observers.end, failed=False)
+        Player(links, Times(nodes, watch), observers).play(turns, microbatches, microbatches.__getitem__)

@@ -13,10 +13,9 @@ from overlap1f1b.plan.turn import MicrobatchKey, Turn, Turns, Way
 from overlap1f1b.play import posting
 from overlap1f1b.play.block import BlockRun
 from overlap1f1b.play.gradients import accumulate
-from overlap1f1b.play.microbatch import Microbatch
+from overlap1f1b.play.microbatch import Microbatch, Phase
 from overlap1f1b.play.observers import Observers
 from overlap1f1b.play.offload import Leaving
-from overlap1f1b.play.passage import Phase
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links
 from overlap1f1b.schedule import Kind
@@ -166,7 +165,7 @@ class Player:
         if way is _WEIGHTS:
             accumulate(microbatch.queues.pop(queue_of(turn)).compute())
         else:
-            run = microbatch.runs.get(turn.block)
+            run: BlockRun | None = microbatch.runs.get(turn.block)
             if run is None:
                 run = microbatch.runs[turn.block] = BlockRun(microbatch, turn.block, turn.stretch)
             if way is _FORWARD:

@@ -30,7 +30,8 @@ def post(turn: Turn, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
     A thread of the lane may call it. All exchanges by a library use the lane of COMBINE, so that they have one order.
     """
     node, tag, place = turn.node, turn.tag, turn.place
-    run, op, forward = microbatch.runs[turn.block], node.op, node.kind is Kind.F
+    run: BlockRun = microbatch.runs[turn.block]
+    op, forward = node.op, node.kind is Kind.F
     exchange, announced = microbatch.installed.exchange, microbatch.transfers.announced
     if op is Op.COUNTS:
         return op, _post_counts(run.sent[Op.DISPATCH, node.call, node.part].call.splits, exchange, tag, announced)

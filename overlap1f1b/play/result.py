@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.plan import Node, NodeCosts, Op
-from overlap1f1b.play.microbatch import Microbatch
-from overlap1f1b.play.passage import OptionalTensors, unwrapped
+from overlap1f1b.play.microbatch import Microbatch, OptionalTensors, unwrapped
 from overlap1f1b.play.player import Alive
 from overlap1f1b.play.times import Times
 from overlap1f1b.schedule.values import check_number

@@ -120,12 +120,10 @@ class Step:
     def _install(
         self, aux_scale: float | None, observers: Observers
     ) -> Iterator[tuple[Turns, dict[int, Installation]]]:
-        """Replace calls of modules. Backwards run on this thread: to hand each to another costs more than a launch."""
+        """Replace calls of modules."""
         links, made = self.links, dict[int, Installation]()
         with ExitStack() as inside:
-            inside.enter_context(torch.autograd.set_multithreading_enabled(False))
-            inside.enter_context(KeepsThreadState(next(iter(self.stages.values())).device))
-            inside.enter_context(torch.no_grad())
+            inside.enter_context(settings_of_step(next(iter(self.stages.values())).device))
             if links.carveout:
                 inside.enter_context(carved_out(links.carveout))
             for number, stage in self.stages.items():
@@ -159,6 +157,16 @@ class Step:
             return f"{'the end of the step' if node is None else node} has not ended on the device"
 
         self.links.settle(pending)
+
+
+@contextmanager
+def settings_of_step(device: torch.device) -> Iterator[None]:
+    """Play nodes in the body: graphs are recorded where a node says so, and the thread's state is put back behind it.
+
+    Backwards run on this thread: to hand each to another costs more than a launch.
+    """
+    with torch.autograd.set_multithreading_enabled(False), KeepsThreadState(device), torch.no_grad():
+        yield
 
 
 @contextmanager

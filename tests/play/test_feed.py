@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine, Feed, Stage
 from overlap1f1b.play.feed import Microbatches, feed_batch, split_batch
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.passage import is_absent
+from overlap1f1b.play.microbatch import is_absent
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.mesh import Mesh
 from tests import models

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Microbatch, Stage
-from overlap1f1b.play.passage import Phase
+from overlap1f1b.play.microbatch import Phase
 
 
 def microbatch(**options: Any) -> Microbatch:

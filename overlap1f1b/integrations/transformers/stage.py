@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
 from overlap1f1b.integrations.transformers.adapters import second_factors
 from overlap1f1b.integrations.transformers.shell import Call, Returned, Shell
-from overlap1f1b.play.passage import OptionalTensors
+from overlap1f1b.play.microbatch import OptionalTensors
 
 _ROUTED: ContextVar[list[Tensor] | None] = ContextVar("router logits of the running layer", default=None)
 
