@@ -67,30 +67,11 @@ def spread_grad(
 
 @kernel("R")
 def _sum(
-    rows,
-    inverse,
-    weights,
-    source,
-    out,
-    target,
-    between,
-    R,
-    H: tl.constexpr,
-    STRIDE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    SOURCE_STRIDE: tl.constexpr,
-    TARGET_STRIDE: tl.constexpr,
-    LANE_STRIDE: tl.constexpr,
-    M: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    PACKS: tl.constexpr,
-    OPENED: tl.constexpr,
-    lanes: tl.constexpr,
-    BR: tl.constexpr,
-    BH: tl.constexpr,
-    WIDE_M: tl.constexpr,
-    WIDE_LANES: tl.constexpr,
-):
+    rows, inverse, weights, source, out, target, between, R,
+    H, STRIDE, OUT_STRIDE, SOURCE_STRIDE, TARGET_STRIDE, LANE_STRIDE, M, WEIGHTED, PACKS, OPENED, LANES, BR, BH,
+    WIDE_M, WIDE_LANES,
+):  # fmt: skip
+    """Sum each row's M rows in order, and move what is carried beside them: into packed rows, or out of opened ones."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     here, across = row < R, (column < H)[None, :]
@@ -126,25 +107,13 @@ def _sum(
         lane = tl.arange(0, WIDE_LANES)
         nothing = tl.zeros([BR, WIDE_LANES], dtype=tl.int16)
         tl.store(
-            between + row[:, None] * LANE_STRIDE + lane[None, :], nothing, mask=here[:, None] & (lane < lanes)[None, :]
+            between + row[:, None] * LANE_STRIDE + lane[None, :], nothing, mask=here[:, None] & (lane < LANES)[None, :]
         )
 
 
 @kernel("spots")
-def _spread_grad(
-    grad,
-    rows,
-    inverse,
-    weights,
-    grad_rows,
-    grad_weights,
-    spots,
-    H: tl.constexpr,
-    STRIDE: tl.constexpr,
-    M: tl.constexpr,
-    BS: tl.constexpr,
-    BH: tl.constexpr,
-):
+def _spread_grad(grad, rows, inverse, weights, grad_rows, grad_weights, spots, H, STRIDE, M, BS, BH):
+    """Compute the gradients of a sum's rows and of their weights."""
     # Spot by spot, each warp handles one row at a time, so that no load waits for a sum over warps. The gradient of a
     # sum is read from memory once, and M − 1 times from the cache.
     spot = tl.program_id(0).to(tl.int64) * BS + tl.arange(0, BS)

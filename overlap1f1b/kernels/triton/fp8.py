@@ -24,19 +24,8 @@ def quantize_rows(rows: Tensor) -> Quantized:
 
 
 @kernel("R")
-def _quantize(
-    rows,
-    values,
-    scales,
-    R,
-    A: tl.constexpr,
-    BATCH_STRIDE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SIZE: tl.constexpr,
-    BR: tl.constexpr,
-    BA: tl.constexpr,
-):
+def _quantize(rows, values, scales, R, A, BATCH_STRIDE, ROW_STRIDE, STRIDE, SIZE, BR, BA):
+    """Write each row's scale, and its elements times the inverse."""
     if SIZE is not None:  # of weights: known to the compiler, which can then read several rows at once
         R = SIZE
     row, batch = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1).to(tl.int64)

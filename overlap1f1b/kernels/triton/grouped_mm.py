@@ -25,21 +25,8 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
 
 
 @kernel()
-def _add_weight_grad(
-    main,
-    grad,
-    rows,
-    offsets,
-    C: tl.constexpr,
-    A: tl.constexpr,
-    GRAD_STRIDE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    BC: tl.constexpr,
-    BA: tl.constexpr,
-    BR: tl.constexpr,
-    BAND: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+def _add_weight_grad(main, grad, rows, offsets, C, A, GRAD_STRIDE, ROW_STRIDE, BC, BA, BR, BAND, WIDEN):
+    """Add a tile of an expert's ``grad.T @ rows``."""
     expert = tl.program_id(1)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0).to(tl.int64)
     end = tl.load(offsets + expert).to(tl.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -91,5 +92,18 @@ class Kernel:
 
 
 def kernel(*numbers: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Return a decorator of a kernel's source; ``numbers`` are its arguments between the tensors and the constants."""
-    return lambda source: Kernel(triton.jit(source, do_not_specialize=numbers))
+    """Return a decorator of a kernel's source; ``numbers`` are its arguments between the tensors and the constants.
+
+    Constants are those in capitals.
+    """
+
+    def of(source: Any) -> Kernel:
+        names = [name for name in signature(source).parameters if name.isupper() and name not in numbers]
+        constants = dict.fromkeys(names, "constexpr")
+        source.__annotations__ |= constants
+        function = triton.jit(source, do_not_specialize=numbers)
+        if interpreted():  # it runs a function that it makes of the source's text
+            function.rewrite().__annotations__ |= constants
+        return Kernel(function)
+
+    return of

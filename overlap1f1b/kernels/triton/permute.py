@@ -35,30 +35,10 @@ def pack_rows(
 
 @kernel("R")
 def _pack(
-    tokens,
-    indices,
-    weights,
-    order,
-    spots,
-    rows,
-    factors,
-    chosen,
-    R,
-    H: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    FACTOR_STRIDE: tl.constexpr,
-    LANE_STRIDE: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    local: tl.constexpr,
-    lanes: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BR: tl.constexpr,
-    BH: tl.constexpr,
-    WIDE_M: tl.constexpr,
-    WIDE_LANES: tl.constexpr,
-):
+    tokens, indices, weights, order, spots, rows, factors, chosen, R,
+    H, TOKEN_STRIDE, STRIDE, FACTOR_STRIDE, LANE_STRIDE, K, M, LOCAL, LANES, WHOLE, BR, BH, WIDE_M, WIDE_LANES,
+):  # fmt: skip
+    """Write rows to send, and beside them the experts and weights of their choices."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     here, across = row < R, (column < H)[None, :]
@@ -77,17 +57,17 @@ def _pack(
             expert = tl.load(indices + slot, mask=there, other=-1)
             weight = tl.load(weights + slot, mask=there, other=0.0)
             if WHOLE:
-                mine = (expert >= 0) & (expert < local)
+                mine = (expert >= 0) & (expert < LOCAL)
                 place = row * 0 + k
             else:
                 spot = tl.load(spots + slot, mask=there, other=-1)
                 mine = (spot >= 0) & (spot // M == row)
                 place = spot % M
-            number = (expert % local + 1).to(tl.int16)
+            number = (expert % LOCAL + 1).to(tl.int16)
             numbers = tl.where(mine[:, None] & (place[:, None] == lane[None, :]), number[:, None], numbers)
             values = tl.where(mine[:, None] & (place[:, None] == choice[None, :]), weight[:, None], values)
         tl.store(
-            chosen + row[:, None] * LANE_STRIDE + lane[None, :], numbers, mask=here[:, None] & (lane < lanes)[None, :]
+            chosen + row[:, None] * LANE_STRIDE + lane[None, :], numbers, mask=here[:, None] & (lane < LANES)[None, :]
         )
         tl.store(
             factors + row[:, None] * FACTOR_STRIDE + choice[None, :], values, mask=here[:, None] & (choice < M)[None, :]
@@ -123,21 +103,8 @@ def _expanded(
 
 
 @kernel("R")
-def _spread(
-    rows,
-    weights,
-    inverse,
-    out,
-    factors,
-    R,
-    H: tl.constexpr,
-    STRIDE: tl.constexpr,
-    FACTOR_STRIDE: tl.constexpr,
-    M: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BR: tl.constexpr,
-    BH: tl.constexpr,
-):
+def _spread(rows, weights, inverse, out, factors, R, H, STRIDE, FACTOR_STRIDE, M, WEIGHTED, BR, BH):
+    """Write each row to the places of its choices, and each choice's weight."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     here = row < R
@@ -170,18 +137,8 @@ def _taken(rows: Tensor, index: Tensor, divisor: int, out: Tensor, width: int = 
 
 
 @kernel("count")
-def _take(
-    rows,
-    index,
-    out,
-    count,
-    H: tl.constexpr,
-    STRIDE: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BR: tl.constexpr,
-    BH: tl.constexpr,
-):
+def _take(rows, index, out, count, H, STRIDE, DIVISOR, WIDTH, BR, BH):
+    """Write rows, or single elements, by their numbers."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     here, across = row < count, column < H

@@ -60,36 +60,21 @@ def route_tokens_backward(
 
 
 @kernel("choices")
-def _add_choices(load, indices, choices, experts: tl.constexpr, BLOCK: tl.constexpr, BE: tl.constexpr):
+def _add_choices(load, indices, choices, EXPERTS, BLOCK, BE):
+    """Add how often a block's choices name each expert."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(indices + place, mask=place < choices, other=-1)
     every = tl.arange(0, BE)
     count = tl.sum((chosen[:, None] == every[None, :]).to(tl.int32), 0)
-    tl.atomic_add(load + every, count.to(tl.int64), mask=(every < experts) & (count > 0), sem="relaxed")
+    tl.atomic_add(load + every, count.to(tl.int64), mask=(every < EXPERTS) & (count > 0), sem="relaxed")
 
 
 @kernel("T")
 def _route(
-    logits,
-    bias,
-    indices,
-    weights,
-    scores,
-    T,
-    E: tl.constexpr,
-    scaling: tl.constexpr,
-    K: tl.constexpr,
-    WIDE_K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDE_G: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BEST: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    TINY: tl.constexpr,
-    BT: tl.constexpr,
-    BE: tl.constexpr,
-):
+    logits, bias, indices, weights, scores, T,
+    E, SCALING, K, WIDE_K, GROUPS, WIDE_G, TOP_GROUPS, BEST, SOFTMAX, NORMALIZE, TINY, BT, BE,
+):  # fmt: skip
+    """Compute scores of whole tokens, their K best experts and the weights."""
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     expert = tl.arange(0, BE)
     here, real = token < T, (expert < E)[None, :]
@@ -140,30 +125,15 @@ def _route(
     out = token[:, None] * K + column[None, :]
     mask = here[:, None] & (column < K)[None, :]
     tl.store(indices + out, picked.to(tl.int64), mask=mask)
-    tl.store(weights + out, (weight * scaling).to(weights.dtype.element_ty), mask=mask)
+    tl.store(weights + out, (weight * SCALING).to(weights.dtype.element_ty), mask=mask)
 
 
 @kernel("T")
 def _route_backward(
-    grad_weights,
-    grad_scores,
-    scores,
-    indices,
-    grad_logits,
-    T,
-    E: tl.constexpr,
-    scaling: tl.constexpr,
-    K: tl.constexpr,
-    WIDE_K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    DENSE: tl.constexpr,
-    DENSE_STRIDE: tl.constexpr,
-    TINY: tl.constexpr,
-    BT: tl.constexpr,
-    BE: tl.constexpr,
-):
+    grad_weights, grad_scores, scores, indices, grad_logits, T,
+    E, SCALING, K, WIDE_K, STRIDE, SOFTMAX, NORMALIZE, DENSE, DENSE_STRIDE, TINY, BT, BE,
+):  # fmt: skip
+    """Compute the gradient of logits from those of weights and, if DENSE, of scores."""
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     expert, column = tl.arange(0, BE), tl.arange(0, WIDE_K)
     here = token < T
@@ -173,7 +143,7 @@ def _route_backward(
     there = token[:, None] * K + column[None, :]
     mask = here[:, None] & (column < K)[None, :]
     of_weights = grad_weights + token[:, None] * STRIDE + column[None, :]
-    grad = tl.load(of_weights, mask=mask, other=0.0).to(tl.float32) * scaling
+    grad = tl.load(of_weights, mask=mask, other=0.0).to(tl.float32) * SCALING
     if NORMALIZE:
         picked = tl.load(indices + there, mask=mask, other=0)
         chosen = tl.load(scores + token[:, None] * E + picked, mask=mask, other=0.0)

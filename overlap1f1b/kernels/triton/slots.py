@@ -42,17 +42,7 @@ def _rank_of(expert, experts: tl.constexpr, local: tl.constexpr):
 
 
 @kernel("T")
-def _count_rows(
-    indices,
-    before,
-    T,
-    K: tl.constexpr,
-    experts: tl.constexpr,
-    local: tl.constexpr,
-    columns: tl.constexpr,
-    BT: tl.constexpr,
-    WIDE_C: tl.constexpr,
-):
+def _count_rows(indices, before, T, K, EXPERTS, LOCAL, COLUMNS, BT, WIDE_C):
     """Compute a row of the histogram: how many rows and choices a block's tokens have for each rank and expert."""
     block = tl.program_id(0)
     token = block.to(tl.int64) * BT + tl.arange(0, BT)
@@ -61,85 +51,69 @@ def _count_rows(
     count = tl.zeros([BT, WIDE_C], dtype=tl.int32)
     for k in tl.static_range(K):
         expert = tl.load(indices + token * K + k, mask=here, other=-1)
-        rank = _rank_of(expert, experts, local)
+        rank = _rank_of(expert, EXPERTS, LOCAL)
         first = rank >= 0
         for j in tl.static_range(K):
             if j < k:
                 other = tl.load(indices + token * K + j, mask=here, other=-1)
-                first &= _rank_of(other, experts, local) != rank
-        column = rank * (1 + local)
-        chosen = (column + 1 + expert % local)[:, None] == every[None, :]
+                first &= _rank_of(other, EXPERTS, LOCAL) != rank
+        column = rank * (1 + LOCAL)
+        chosen = (column + 1 + expert % LOCAL)[:, None] == every[None, :]
         count += (chosen & (rank >= 0)[:, None]).to(tl.int32)
         count += ((column[:, None] == every[None, :]) & first[:, None]).to(tl.int32)
-    tl.store(before + block.to(tl.int64) * columns + every, tl.sum(count, 0), mask=every < columns)
+    tl.store(before + block.to(tl.int64) * COLUMNS + every, tl.sum(count, 0), mask=every < COLUMNS)
 
 
 @kernel("blocks")
-def _offsets(before, counts, ends, blocks, columns: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
+def _offsets(before, counts, ends, blocks, COLUMNS, ROWS, WIDE):
     """Turn a histogram, in place, into the counts before each block; compute the columns' counts and their ends."""
     every = tl.arange(0, WIDE)
     total = tl.zeros([WIDE], dtype=tl.int32)
     for first in range(0, blocks, ROWS):
         block = first + tl.arange(0, ROWS)
-        place = before + block.to(tl.int64)[:, None] * columns + every[None, :]
-        inside = (block < blocks)[:, None] & (every < columns)[None, :]
+        place = before + block.to(tl.int64)[:, None] * COLUMNS + every[None, :]
+        inside = (block < blocks)[:, None] & (every < COLUMNS)[None, :]
         here = tl.load(place, mask=inside, other=0)
         tl.store(place, total[None, :] + tl.cumsum(here, 0) - here, mask=inside)
         total += tl.sum(here, 0)
-    tl.store(counts + every, total.to(tl.int64), mask=every < columns)
-    tl.store(ends + every, tl.cumsum(total, 0), mask=every < columns)
+    tl.store(counts + every, total.to(tl.int64), mask=every < COLUMNS)
+    tl.store(ends + every, tl.cumsum(total, 0), mask=every < COLUMNS)
 
 
 @kernel("T", "room", "choices")
 def _place_rows(
-    indices,
-    before,
-    counts,
-    order,
-    spots,
-    inverse,
-    T,
-    room,
-    choices,
-    K: tl.constexpr,
-    experts: tl.constexpr,
-    ranks: tl.constexpr,
-    local: tl.constexpr,
-    columns: tl.constexpr,
-    LIMITED: tl.constexpr,
-    BT: tl.constexpr,
-    WIDE_R: tl.constexpr,
-    WIDE_L: tl.constexpr,
-):
+    indices, before, counts, order, spots, inverse, T, room, choices,
+    K, EXPERTS, RANKS, LOCAL, COLUMNS, LIMITED, BT, WIDE_R, WIDE_L,
+):  # fmt: skip
     """Compute a (token, rank)'s row: the rank's first row, plus earlier blocks' rows, plus those of this block."""
     block = tl.program_id(0).to(tl.int64)
     token = block * BT + tl.arange(0, BT)
     here = token < T
     every = tl.arange(0, WIDE_R)
-    real = every < ranks
+    real = every < RANKS
     chosen = tl.zeros([BT, WIDE_R], dtype=tl.int32)
     for k in tl.static_range(K):
         expert = tl.load(indices + token * K + k, mask=here, other=-1)
-        chosen += (_rank_of(expert, experts, local)[:, None] == every[None, :]).to(tl.int32)
+        chosen += (_rank_of(expert, EXPERTS, LOCAL)[:, None] == every[None, :]).to(tl.int32)
     there = (chosen > 0).to(tl.int32)
-    ahead = before + block * columns + every * (1 + local)
+    ahead = before + block * COLUMNS + every * (1 + LOCAL)
     row = tl.load(ahead, mask=real, other=0)[None, :] + tl.cumsum(there, 0) - there
     if LIMITED:
         start = (every * room).to(tl.int64)
         expert = tl.arange(0, WIDE_L)
-        parts = tl.load(ahead[:, None] + 1 + expert[None, :], mask=real[:, None] & (expert < local)[None, :], other=0)
+        parts = tl.load(ahead[:, None] + 1 + expert[None, :], mask=real[:, None] & (expert < LOCAL)[None, :], other=0)
         choice = tl.sum(parts, 1)[None, :] + tl.cumsum(chosen, 0) - chosen
     else:
-        rows = tl.load(counts + every * (1 + local), mask=real, other=0)
+        rows = tl.load(counts + every * (1 + LOCAL), mask=real, other=0)
         start = tl.cumsum(rows, 0) - rows
     for k in tl.static_range(K):
         expert = tl.load(indices + token * K + k, mask=here, other=-1)
-        rank = _rank_of(expert, experts, local)
+        rank = _rank_of(expert, EXPERTS, LOCAL)
         within = tl.zeros([BT], dtype=tl.int32)
         for j in tl.static_range(K):
             if j < k:
                 other = tl.load(indices + token * K + j, mask=here, other=-1)
-                within += (_rank_of(other, experts, local) == rank).to(tl.int32)
+                within += (_rank_of(other, EXPERTS, LOCAL) == rank).to(tl.int32)
         mine = rank[:, None] == every[None, :]
         kept = rank >= 0
         place = tl.sum(tl.where(mine, row, 0), 1)
@@ -173,39 +147,18 @@ def place_slots(chosen: Tensor, experts: int, choices: int) -> Slots:
 
 
 @kernel("slots")
-def _count(
-    chosen,
-    before,
-    slots,
-    M: tl.constexpr,
-    STRIDE: tl.constexpr,
-    experts: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+def _count(chosen, before, slots, M, STRIDE, EXPERTS, BLOCK, WIDE):
     """Compute a row of the histogram: how many of a block's slots chose each expert."""
     block = tl.program_id(0)
     slot = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(chosen + slot // M * STRIDE + slot % M, mask=slot < slots, other=0).to(tl.int32) - 1
     every = tl.arange(0, WIDE)
     count = tl.sum((expert[:, None] == every[None, :]).to(tl.int32), 0)
-    tl.store(before + block.to(tl.int64) * experts + every, count, mask=every < experts)
+    tl.store(before + block.to(tl.int64) * EXPERTS + every, count, mask=every < EXPERTS)
 
 
 @kernel("slots", "choices")
-def _place(
-    chosen,
-    before,
-    ends,
-    order,
-    inverse,
-    slots,
-    choices,
-    M: tl.constexpr,
-    STRIDE: tl.constexpr,
-    experts: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _place(chosen, before, ends, order, inverse, slots, choices, M, STRIDE, EXPERTS, BLOCK):
     """Compute each slot's row: its expert's first row, plus earlier blocks' slots, plus earlier slots of this block."""
     block = tl.program_id(0)
     offset = tl.arange(0, BLOCK)
@@ -214,12 +167,12 @@ def _place(
     expert = tl.load(chosen + slot // M * STRIDE + slot % M, mask=here, other=0).to(tl.int32) - 1
     earlier = (expert[:, None] == expert[None, :]) & (offset[None, :] < offset[:, None])
     rank = tl.sum(earlier.to(tl.int32), 1)
-    valid = (expert >= 0) & (expert < experts)
+    valid = (expert >= 0) & (expert < EXPERTS)
     start = tl.load(ends + expert - 1, mask=valid & (expert > 0), other=0)
-    ahead = tl.load(before + block.to(tl.int64) * experts + expert, mask=valid, other=0)
+    ahead = tl.load(before + block.to(tl.int64) * EXPERTS + expert, mask=valid, other=0)
     row = tl.where(valid, start + ahead + rank, -1).to(tl.int64)
     tl.store(inverse + slot, row, mask=here)
     tl.store(order + row, slot, mask=valid & (row < choices))
     # The last rows may have no slot.
-    rows = tl.load(ends + experts - 1)
+    rows = tl.load(ends + EXPERTS - 1)
     tl.store(order + slot, tl.full([BLOCK], -1, dtype=tl.int64), mask=(slot < choices) & (slot >= rows))

@@ -34,49 +34,27 @@ def swiglu_rows_backward(
 
 
 @kernel("R")
-def _forward(
-    gate_up,
-    weights,
-    count,
-    out,
-    R,
-    size: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    BR: tl.constexpr,
-    BI: tl.constexpr,
-):
+def _forward(gate_up, weights, count, out, R, SIZE, WEIGHTED, COUNTED, BR, BI):
+    """Compute a tile of the activation, times the rows' weights."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BI + tl.arange(0, BI)
-    inside = (row < R)[:, None] & (column < size)[None, :]
+    inside = (row < R)[:, None] & (column < SIZE)[None, :]
     real = inside
     if COUNTED:
         real = inside & (row < tl.load(count))[:, None]
-    place = gate_up + row[:, None] * (2 * size) + column[None, :]
+    place = gate_up + row[:, None] * (2 * SIZE) + column[None, :]
     gate = tl.load(place, mask=real, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    up = tl.load(place + size, mask=real, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    up = tl.load(place + SIZE, mask=real, other=0.0, eviction_policy="evict_first").to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
     if WEIGHTED:
         y *= tl.load(weights + row, mask=row < R, other=0.0).to(tl.float32)[:, None]
         y = tl.where(real, y, 0.0)  # padding may hold anything
-    tl.store(out + row[:, None] * size + column[None, :], y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row[:, None] * SIZE + column[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel("R")
-def _backward(
-    grad,
-    gate_up,
-    weights,
-    count,
-    grads,
-    grad_weights,
-    R,
-    size: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    BR: tl.constexpr,
-    BI: tl.constexpr,
-):
+def _backward(grad, gate_up, weights, count, grads, grad_weights, R, SIZE, WEIGHTED, COUNTED, BR, BI):
+    """Compute the gradients of whole rows and of their weights."""
     # A program has whole rows, so that it sums the gradient of a row's weight in a fixed order.
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     here = row < R
@@ -86,16 +64,16 @@ def _backward(
     if WEIGHTED:
         weight = tl.load(weights + row, mask=real, other=0.0).to(tl.float32)
         products = tl.zeros([BR, BI], dtype=tl.float32)
-    for first in range(0, size, BI):
+    for first in range(0, SIZE, BI):
         column = first + tl.arange(0, BI)
-        across = (column < size)[None, :]
+        across = (column < SIZE)[None, :]
         inside = real[:, None] & across
-        place = row[:, None] * (2 * size) + column[None, :]
+        place = row[:, None] * (2 * SIZE) + column[None, :]
         g = tl.load(
-            grad + row[:, None] * size + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
+            grad + row[:, None] * SIZE + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
         ).to(tl.float32)
         gate = tl.load(gate_up + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        up = tl.load(gate_up + place + size, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        up = tl.load(gate_up + place + SIZE, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         if WEIGHTED:
@@ -103,6 +81,6 @@ def _backward(
             g *= weight[:, None]
         grad_gate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
         tl.store(grads + place, grad_gate.to(grads.dtype.element_ty), mask=here[:, None] & across)
-        tl.store(grads + place + size, (g * silu).to(grads.dtype.element_ty), mask=here[:, None] & across)
+        tl.store(grads + place + SIZE, (g * silu).to(grads.dtype.element_ty), mask=here[:, None] & across)
     if WEIGHTED:
         tl.store(grad_weights + row, tl.sum(products, 1).to(grad_weights.dtype.element_ty), mask=here)
