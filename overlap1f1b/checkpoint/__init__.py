@@ -1,8 +1,7 @@
 """Room ``checkpoint``: a training run on disk, on any layout of ranks."""
 
-from overlap1f1b.checkpoint.background import Saving
 from overlap1f1b.checkpoint.export import consolidate
 from overlap1f1b.checkpoint.load import load_checkpoint
-from overlap1f1b.checkpoint.save import save_checkpoint
+from overlap1f1b.checkpoint.save import Saving, save_checkpoint
 
 __all__ = ["Saving", "consolidate", "load_checkpoint", "save_checkpoint"]

@@ -45,6 +45,14 @@ def plain(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
+def small(value: object, what: str) -> Any:
+    """Return a value as :func:`plain` does; a ValueError, which says ``what`` it is, for others."""
+    with suppress(TypeError):
+        return plain(value)
+    kind = type(value).__name__
+    raise ValueError(f"{what} is of type {kind}; allowed: tensors, numbers, texts, and containers of these")
+
+
 def numbers_of(group: Mapping[str, Any]) -> Numbers:
     """Return what can be stored of a parameter group: not a function, for example, which the loading one has too."""
     found: Numbers = {}
@@ -94,6 +102,31 @@ class OptimizerTable(NamedTuple):
     groups: list[Numbers] | None
     classes: dict[str, str]
     beside: dict[str, Entries]
+
+    @classmethod
+    def of(
+        cls,
+        optimizers: Sequence[torch.optim.Optimizer],
+        names: Mapping[nn.Parameter, str],
+        leaves: Mapping[nn.Parameter, Callable[[Any, str], Any]],
+    ) -> OptimizerTable:
+        """Return the table of a rank; ``leaves`` say for the parameters with entries what stands for a value."""
+        found = cls({}, {}, groups := [], {}, {})
+        for optimizer in optimizers:
+            kind, whole = class_of(optimizer), optimizer.state_dict()
+            rest = {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
+            if own_state := {key: value for key, value in whole["state"].items() if isinstance(key, str)}:
+                rest["state"] = own_state
+            if rest:
+                found.beside[kind] = mapped(rest, f"the {kind}'s state_dict", small)
+            for group in optimizer.param_groups:
+                groups.append(numbers_of(group))
+                for parameter in group["params"]:
+                    name = names[parameter]
+                    found.numbers[name], found.classes[name] = groups[-1], kind
+                    for entry, value in (optimizer.state.get(parameter) or {}).items() if parameter in leaves else ():
+                        found.entries.setdefault(name, {})[entry] = mapped(value, entry, leaves[parameter])
+        return found
 
     @classmethod
     def merged(cls, ranks: Sequence[OptimizerTable]) -> OptimizerTable:

@@ -14,8 +14,10 @@ state, the others are stored as zeros, which is the state of rows that never had
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,7 +28,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.checkpoint.background import Saving
 from overlap1f1b.checkpoint.folder import abandon, begin, name_of, publish
 from overlap1f1b.checkpoint.optimizer import Optimizers, OptimizerTable, first_difference
 from overlap1f1b.checkpoint.shards import Shards, Stored, parts_of
@@ -39,6 +40,42 @@ from overlap1f1b.transport.consensus import Together
 from overlap1f1b.transport.failures import LostRankError
 
 _THREAD = "checkpoint"  # purpose of the groups over which background threads of all ranks meet
+
+
+class Saving(Future[Path]):
+    """A checkpoint that a thread may still write: a future of its path, as of DCP's ``async_save``.
+
+    >>> saving = save_checkpoint(engine, "runs/x", step, optimizer, background=True)
+    >>> engine.step(inputs, target=target)
+    >>> saving.result()
+    PosixPath('runs/x/step-00000100')
+
+    ``result()`` raises, on every rank, an OSError if a rank cannot write, or a RuntimeError as ``save_checkpoint``. The
+    interpreter does not end before the thread has.
+    """
+
+    _asked = False
+
+    def begin(self, write: Callable[[], Path]) -> None:
+        """Call ``write``, which returns the path, in a thread."""
+
+        def run() -> None:
+            try:
+                self.set_result(write())
+            except BaseException as error:
+                self.set_exception(error)
+
+        Thread(target=run, name="overlap1f1b-checkpoint").start()
+
+    def result(self, timeout: float | None = None) -> Path:
+        self._asked = True
+        return super().result(timeout)
+
+    def settle(self) -> None:
+        """Wait; raise the error of the checkpoint if :meth:`result` has not been asked."""
+        error = self.exception()
+        if error is not None and not self._asked:
+            raise error
 
 
 @checked
@@ -96,7 +133,9 @@ def save_checkpoint(
     with engine.guarded("save_checkpoint", (LostRankError, KeyboardInterrupt)):
         engine.wait_for_checkpoint()
         together = Together(engine.mesh, failed)
-        facts = together.own(lambda: _facts(engine, step, config, model))
+        facts = together.own(
+            lambda: {"step": int(step), "config": json_of(config), "layout": engine.mesh.layout, "model": model}
+        )
         tensors = _tensors_to_write(together, engine, optimizer, state, facts)
         folder = together.first(lambda: begin(directory, step))
         planner, writer = _planned(together, folder, tensors)
@@ -121,10 +160,6 @@ def save_checkpoint(
     engine.wait_later(saving.settle)
     saving.begin(write)
     return saving
-
-
-def _facts(engine: Engine, step: int, config: Mapping[str, Any] | None, model: Stored) -> dict[str, Any]:
-    return {"step": int(step), "config": json_of(config), "layout": engine.mesh.layout, "model": model}
 
 
 class _Description(NamedTuple):

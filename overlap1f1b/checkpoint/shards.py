@@ -12,7 +12,6 @@ it, and for each rank as ``buffer.<name>.<rank>``. Everything else is equal on a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -21,17 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from overlap1f1b.checkpoint.optimizer import (
-    Entries,
-    Numbers,
-    Optimizers,
-    OptimizerTable,
-    class_of,
-    is_large,
-    mapped,
-    numbers_of,
-    plain,
-)
+from overlap1f1b.checkpoint.optimizer import Entries, Optimizers, OptimizerTable, is_large, mapped, small
 from overlap1f1b.checkpoint.state import number_of
 from overlap1f1b.checkpoint.tensors import Whole, plain_values
 from overlap1f1b.cut.blocks import blocks_of, marked_as_slice, tensor_dimension
@@ -154,10 +143,8 @@ class Shards:
     def is_elsewhere(self, key: str) -> bool:
         """Return whether other ranks alone store a tensor, by its name in a checkpoint."""
         _, *path = key.split(".")
-        if self.elsewhere is not None and path[0] in self.elsewhere:
-            return True
         paths = zip(accumulate(path, "{}.{}".format), path[1:], strict=False)
-        return any(
+        return not self.holds(path[0]) or any(
             stack in self.stacks and number.isdigit() and int(number) not in self.stacks[stack]
             for stack, number in paths
         )
@@ -197,27 +184,9 @@ class Shards:
 
     def of_optimizer(self) -> tuple[OptimizerTable, dict[str, Tensor]]:
         """Return the optimizers' table, and the large tensors of their state as they are stored, by name."""
-        every, large = dict[str, Entries](), dict[str, Tensor]()
-        numbers, classes, groups = dict[str, Numbers](), dict[str, str](), list[Numbers]()
-        states, beside = dict[nn.Parameter, Entries](), dict[str, Entries]()
-        for optimizer in self.optimizers:
-            states |= {p: state for p, state in optimizer.state.items() if isinstance(p, nn.Parameter)}
-            whole = optimizer.state_dict()
-            rest = {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
-            if own_state := {key: value for key, value in whole["state"].items() if isinstance(key, str)}:
-                rest["state"] = own_state
-            if rest:
-                beside[class_of(optimizer)] = mapped(rest, f"the {class_of(optimizer)}'s state_dict", _small)
-            for group in optimizer.param_groups:
-                groups.append(numbers_of(group))
-                names = [self.stored_names[p] for p in group["params"]]
-                numbers |= dict.fromkeys(names, groups[-1])
-                classes |= dict.fromkeys(names, class_of(optimizer))
-        for name, parameter in self.parameters.items():
-            for entry, value in (states.get(parameter) or {}).items() if self.holds(name) else ():
-                own = every.setdefault(self.stored_names[parameter], {})
-                own[entry] = mapped(value, entry, partial(self._split, name, large))
-        return OptimizerTable(every, numbers, groups, classes, beside), large
+        large: dict[str, Tensor] = {}
+        leaves = {p: partial(self._split, name, large) for name, p in self.parameters.items() if self.holds(name)}
+        return OptimizerTable.of(self.optimizers, self.stored_names, leaves), large
 
     def _split(self, name: str, large: dict[str, Tensor], value: Any, path: str) -> Any:
         """Return what the table has of a parameter's state; a tensor for DCP is added to ``large``."""
@@ -225,7 +194,7 @@ class Shards:
         if not isinstance(value, DTensor) and not (
             isinstance(value, Tensor) and (value.numel() > 1 or value.shape == shape)
         ):
-            return _small(value, what)
+            return small(value, what)
         if isinstance(value, DTensor) and any(placed.is_partial() for placed in value.placements):
             raise ValueError(f"{what} has placements {value.placements}; allowed: shards or copies")
         whole = plain_values(value.detach(), what)
@@ -282,13 +251,6 @@ class Shards:
                 f"{', or parameter_groups of overlap1f1b.moe' if name in self.sliced else ''}"
             )
         return True
-
-
-def _small(value: object, what: str) -> Any:
-    with suppress(TypeError):
-        return plain(value)
-    kind = type(value).__name__
-    raise ValueError(f"{what} is of type {kind}; allowed: tensors, numbers, texts, and containers of these")
 
 
 def _numbered(engine: Engine, parts: Mapping[int, Part]) -> tuple[nn.Module, set[str], dict[nn.Parameter, str]]:

@@ -127,7 +127,7 @@ def _trained(rank: int, size: int, folder: Path, layout: dict[str, int]) -> Stat
 def test_buffers_of_each_rank_in_another_layout(
     kept: dict[int, Ranks], tmp_path: Path, there: dict[str, int], others: list[dict[str, int]]
 ) -> None:
-    """All take the first rank's, and that is said once. For the same layout see test_background.py."""
+    """All take the first rank's, and that is said once. For the same layout see test_save_background.py."""
     ranks = kept[math.prod(there.values())]
     saved = ranks.run(_trained, tmp_path, there)
     assert not equal(saved[0], saved[1])

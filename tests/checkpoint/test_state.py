@@ -1,4 +1,4 @@
-"""States of a run in another layout, and states that do not fit. For the same layout see test_background.py."""
+"""States of a run in another layout, and states that do not fit. For the same layout see test_save_background.py."""
 
 import re
 from pathlib import Path
