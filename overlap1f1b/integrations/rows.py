@@ -6,7 +6,7 @@ Router, experts, shared experts and losses stay the layer's own. Its dispatcher 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,6 @@ from overlap1f1b.moe.route import Route
 
 Dispatcher = Literal["own", "rows"]
 """What exchanges the rows of a layer: its own dispatcher, or this module's experts."""
-
-
-def check_dispatcher(dispatcher: Dispatcher) -> None:
-    """Raise ValueError for an unknown dispatcher."""
-    if dispatcher not in get_args(Dispatcher):
-        raise ValueError(f"dispatcher={dispatcher!r}; allowed: {', '.join(map(repr, get_args(Dispatcher)))}")
 
 
 class LayerExperts(Experts):

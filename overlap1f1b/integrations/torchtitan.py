@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from overlap1f1b.cut.replacement import replaced
 from overlap1f1b.engine import Engine, EngineOptions, Microbatch, MicrobatchBlock
 from overlap1f1b.integrations import torch_pipelining
-from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher, exchange_by_rows
+from overlap1f1b.integrations.rows import Dispatcher, exchange_by_rows
 from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.schedule.values import check_kind
 
 __all__ = ["SCHEDULES", "Overlapped", "Schedule", "pipelining_fn"]
 
@@ -77,7 +78,7 @@ def pipelining_fn(
             not divide into microbatches, or a number of these that does not fit the schedule.
     """
     _check(parallel_dims, training, parallelism, compile_config)
-    check_dispatcher(dispatcher)
+    check_kind("dispatcher", dispatcher, Dispatcher)
     options = replace(
         EngineOptions() if options is None else options, experts_over=("ep", "tp") if parallel_dims.ep > 1 else ("ep",)
     )

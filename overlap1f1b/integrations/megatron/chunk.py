@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from overlap1f1b.cut.blocks import MicrobatchBlock, device_of
 from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.engine import Microbatch
+from overlap1f1b.integrations.megatron import layers
 from overlap1f1b.integrations.megatron.config import (
     OWN,
     RANDOM,
@@ -24,16 +25,6 @@ from overlap1f1b.integrations.megatron.config import (
     attribute_of,
     check_options,
     class_names,
-)
-from overlap1f1b.integrations.megatron.layers import (
-    delayed_of,
-    delaying,
-    dispatchers_of,
-    exchanging,
-    leaving,
-    linears_of,
-    on_one_stream,
-    overlapped_of,
 )
 from overlap1f1b.integrations.megatron.step import ChunkStep, inside, logged
 from overlap1f1b.integrations.rows import Dispatcher, MegatronExperts
@@ -54,9 +45,9 @@ class Chunk(MicrobatchBlock):
 
     passes_last_input = False
     """Whether its last input (in a decoder: the encoder's output) is appended to its output."""
-    step: ChunkStep | None = None
+    step: ChunkStep
     """The call that is played."""
-    _installed: Installation | None = None  # while a step lasts
+    _installed: Installation  # of the microbatch whose forward runs, or ran last
 
     def __init__(
         self, model: nn.Module, stage: int, *, last: bool, exchanges: bool, dispatcher: Dispatcher = "own"
@@ -77,37 +68,34 @@ class Chunk(MicrobatchBlock):
                 "or a finalize_model_grads_func that sums gradients"
             )
         rows = exchanges and dispatcher == "rows"
-        layers: list[Any] = [layer for layer in model.modules() if rows and "MoELayer" in class_names(layer)]
-        self.experts: Any = nn.ModuleList(map(MegatronExperts, layers))
-        self._dispatchers = dispatchers_of(model) if exchanges and not layers else []
-        self.suspends = bool(self._dispatchers or layers)
+        self.experts: Any = nn.ModuleList(
+            MegatronExperts(layer) for layer in model.modules() if rows and "MoELayer" in class_names(layer)
+        )
+        self._dispatchers = layers.dispatchers_of(model) if exchanges and not self.experts else []
+        self.suspends = bool(self._dispatchers or self.experts)
         random: Any = sys.modules.get(RANDOM) if exchanges else None
         self.tracker = random and getattr(random, TRACKER)()  # here the engine finds what else its file keeps
         self.state = TrackerStreams(self.tracker) if self.suspends and hasattr(self.tracker, "states_") else None
-        self._overlapped, self._linears, self._delayed = overlapped_of(model), linears_of(model), delayed_of(model)
+        self._overlapped, self._linears = layers.overlapped_of(model), layers.linears_of(model)
+        self._delayed = layers.delayed_of(model)
         self.apart = [layer.weight for layer in self._linears]
         self.delays = bool(self._delayed)
         if self.suspends or self.delays or any(isinstance(module, Experts) for module in model.modules()):
             check_options(model, SUSPENDED)
-        for where, found in ((OWN, self._dispatchers), (ROWS, layers)):
+        for where, found in ((OWN, self._dispatchers), (ROWS, self.experts)):
             if found:
                 check_options(model, where)
 
     def stepping(self, step: ChunkStep) -> AbstractContextManager[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
-
-        def installed() -> Installation:
-            assert self._installed is not None
-            return self._installed
-
         return replaced(
             chain(
                 [(vars(self), "step", step), (vars(self), "_installed", None)],
-                exchanging(self._dispatchers),
+                layers.exchanging(self._dispatchers),
                 *(experts.replacing() for experts in self.experts),
-                on_one_stream(self._overlapped, self.device),
-                (leaving(layer, installed) for layer in self._linears),
-                (delaying(layer, installed) for layer in self._delayed),
+                layers.on_one_stream(self._overlapped, self.device),
+                (layers.leaving(layer, lambda: self._installed) for layer in self._linears),
+                (layers.delaying(layer, lambda: self._installed) for layer in self._delayed),
                 self._checkpoint(),
             )
         )
@@ -132,7 +120,6 @@ class Chunk(MicrobatchBlock):
     def forward(self, *inputs: Tensor | None, microbatch: Microbatch | None = None) -> Any:
         """Call the user's forward step for a microbatch; return the chunk's output tensors or its loss."""
         step = self.step
-        assert step is not None
         assert microbatch is not None
         assert step.begun == microbatch.index, "a plan begins the microbatches of a stage in their order"
         step.begun += 1

@@ -30,7 +30,7 @@ from overlap1f1b.integrations.megatron.config import (
     size_of,
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, inside, logged
-from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher
+from overlap1f1b.integrations.rows import Dispatcher
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.schedule import AUTO, Placement, Program, auto, build_schedule, schedule_of
 from overlap1f1b.schedule import SCHEDULES as FIXED
@@ -107,7 +107,6 @@ def get_forward_backward_func(
     Raises:
         ValueError: The sizes do not fit the groups, or the schedule or the dispatcher is unknown.
     """
-    check_dispatcher(dispatcher)
     for name, size in (("pp_size", pp_size), ("vp_size", vp_size), ("split_rank", split_rank)):
         if size is not None:
             check_size(name, size)

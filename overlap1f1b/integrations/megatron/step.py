@@ -113,8 +113,7 @@ class Losses:
 
         Classes that no module has imported are skipped. What a function of the config has set stays.
         """
-        before = []
-        try:
+        with ExitStack() as before:
             for attached in ATTACHED_LOSSES:
                 take = None if attached.takes_scale is None else getattr(self.config, attached.takes_scale)
                 if take is not None:
@@ -122,13 +121,10 @@ class Losses:
                     continue
                 held = getattr(sys.modules.get(f"megatron.core.transformer.{attached.module}"), attached.name, None)
                 if held is not None and getattr(self.config, attached.used) is not None:
-                    before.append((held, getattr(held, _SCALE)))
+                    before.callback(setattr, held, _SCALE, getattr(held, _SCALE))
                     # set_loss_scale is not used: it may write into the tensor that is set now.
                     setattr(held, _SCALE, self.scale_of(attached))
             yield
-        finally:
-            for held, scale in before:
-                setattr(held, _SCALE, scale)
 
 
 def logged() -> Iterator[dict[str, Any]]:
