@@ -54,15 +54,17 @@ class Shell:
         before: The modules outside the layers with parameters that it calls before the layers, by name in the model.
         after: The same of modules that it calls after them.
         returned: Number of values that a layer returns; the first are its hidden states.
+        walk: The run of the forward in which stand-ins are called.
         carried: For each layer the values that later layers need of it and of earlier ones, beside hidden states.
     """
+
+    walk: _Walk
 
     def __init__(self, model: Any, found: Found) -> None:
         self.model, self.owner, self.attribute, self.layers = model, found.owner, found.attribute, found.layers
         self.prefix, self.owner_name = found.prefix, type(found.owner).__name__
         self.config = model.config.get_text_config()
-        self._stands = _StandIns()
-        self._stands.extend(_StandIn(layer, number, self._stands) for number, layer in enumerate(self.layers))
+        self._stands = nn.ModuleList(_StandIn(layer, number, self) for number, layer in enumerate(self.layers))
         path = self.prefix.split(".")
         self._around = [model.get_submodule(".".join(path[:length])) for length in range(len(path))]
         self._check_outputs({})
@@ -223,7 +225,7 @@ class Shell:
                 raise ValueError(f"{name}={value!r} of a model in stages; allowed: False")
 
     def _stand_ins(self, walk: _Walk) -> Iterator[Replacement]:
-        yield vars(self._stands), "walk", walk
+        yield vars(self), "walk", walk
         yield self.owner._modules, self.attribute, self._stands
         # transformers hooks the layers at a model's first call, once: at these it would hook the stand-ins.
         for module in self._around:
@@ -300,25 +302,18 @@ class _Walk:
         return self.result if self.ended and self.result is not None else hidden
 
 
-class _StandIns(nn.ModuleList):
-    """Stand-ins for all layers; ``walk`` is the run of the model's forward that they are called in."""
-
-    walk: _Walk
-
-
 class _StandIn(nn.Module):
     """A stand-in for a layer, with the layer's attributes."""
 
-    def __init__(self, layer: nn.Module, number: int, stands: _StandIns) -> None:
+    def __init__(self, layer: nn.Module, number: int, shell: Shell) -> None:
         super().__init__()
-        vars(self)["_stood_for"] = layer, number, stands
+        vars(self)["_stood_for"] = layer, number, shell
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_stood_for"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _, number, stands = vars(self)["_stood_for"]
-        walk = stands.walk
-        hidden = walk.visit(number, args, dict(kwargs))
-        more = [Returned(number, index) for index in range(1, walk.shell.returned)]
+        _, number, shell = vars(self)["_stood_for"]
+        hidden = shell.walk.visit(number, args, dict(kwargs))
+        more = [Returned(number, index) for index in range(1, shell.returned)]
         return (hidden, *more) if more else hidden

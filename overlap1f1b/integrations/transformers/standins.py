@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, Self
 
+import accelerate.accelerator
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import find_batch_size
+from accelerate.utils import find_batch_size, operations
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlap1f1b.cut.replacement import replaced
 from overlap1f1b.integrations.transformers.adapters import base_of
 
 Inputs = dict[str, Any]
@@ -79,32 +81,21 @@ class ShardedAccelerator(Accelerator):
                 whole /= self._shards
         return whole
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad tensors, or nested ones, to the largest size along ``dim`` of all ranks with data of their own."""
-
-        def padded(tensor: Tensor) -> Tensor:
-            if not -tensor.dim() <= dim < tensor.dim():
-                return tensor
-            size = list(tensor.shape)
-            size[dim] = int(self._reduced(torch.tensor(size[dim], device=tensor.device), "max")) - size[dim]
-            added = tensor.new_full(size, pad_index)
-            return torch.cat((added, tensor) if pad_first else (tensor, added), dim)
-
-        return recursively_apply(padded, tensor, error_on_other_type=True)
+    def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
+        """Pad tensors, or nested ones, to the largest size of all ranks with data of their own."""
+        with replaced([(vars(operations), "gather", self.gather)]):
+            return super().pad_across_processes(*args, **kwargs)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather tensors, or lists of objects, without the rows that only fill the last batch of several ranks."""
-        try:
-            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if not use_gather_object:
-            return super().gather_for_metrics(input_data)
-        parts = [input_data] * self._shards
+        with replaced([(vars(accelerate.accelerator), "gather_object", self._listed)]):
+            return super().gather_for_metrics(input_data, use_gather_object)
+
+    def _listed(self, objects: Sequence[Any]) -> list[Any]:
+        parts = [objects] * self._shards
         if self._shards > 1:
-            dist.all_gather_object(parts, input_data, group=self._group)
-        gathered, state = [one for part in parts for one in part], self.gradient_state
-        return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
+            dist.all_gather_object(parts, objects, group=self._group)
+        return [one for part in parts for one in part]
 
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Keep the loss of a microbatch, whose backward the engine plays."""
@@ -123,9 +114,7 @@ class Ahead:
         self._loader, self._count, self._whole, self._ended = loader, count, whole, False
         self.batches: list[Inputs] = []  # that were read together
         self._read_as: list[Inputs] = []
-        self.steps: dict[
-            int, Prediction | None
-        ] = {}  # of the batches by their numbers; None on a rank that has no loss
+        self.steps: dict[int, Prediction | None] = {}  # of batches by their numbers; None on a rank without a loss
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

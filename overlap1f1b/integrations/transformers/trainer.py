@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -165,17 +164,11 @@ class Overlapped(Trainer):
         return self._built().module
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._built()  # before the optimizer: model_init may have made another model
-        own = self.create_optimizer
-
-        def create() -> torch.optim.Optimizer:
-            with self._divided():
-                return own()
-
-        with replaced([(vars(self), "create_optimizer", create)]):
+        # Before the optimizer: model_init may have made another model.
+        with replaced([(vars(self), "create_optimizer", self._divided()(self.create_optimizer))]):
             return super()._prepare_for_training(*args, **kwargs)
 
-    def _divided(self) -> AbstractContextManager[None]:
+    def _divided(self) -> Any:
         """While an optimizer is made, also by a subclass, ``self.model`` is the module of this rank's parameters."""
         return replaced([(vars(self), "model", self._built().module)])
 
