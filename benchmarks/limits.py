@@ -126,7 +126,7 @@ def main() -> None:
             rooms = (limit * plain.peak_bytes[0],)
             plan = None if given.only_offload else chosen(planner, program, counted, rooms)
             other = None if moves is None else chosen(moves[0], program, moves[1], rooms)
-            left, plans = sum(map(len, other.leaving.values())) if other else 0, [one for one in (plan, other) if one]
+            left, plans = sum(map(len, other.offloads.values())) if other else 0, [one for one in (plan, other) if one]
             modes = Counter(b.recompute for b in plan.shapes[0]) if plan else Counter[str]()
             print(
                 f"  {limit:5.1f}  {shown(plan, plain, best)}  {inf if plan is None else alike(rooms):10.1f}    "

@@ -174,7 +174,7 @@ def measure(rank: int, address: str, rounds: int, link: float) -> None:
     best, again = median(rows["no limit"].seconds), {name: row.by_same_steps() for name, row in rows.items()}
     for name, row in rows.items() if rank == 0 else ():
         plan, seconds = row.engine.plan, median(row.seconds)
-        moved = sum(map(len, plan.leaving.values()))
+        moved = sum(map(len, plan.offloads.values()))
         print(
             f"{name}: {seconds:.2f} s, {seconds / best:.3f} × no limit, {seconds / plan.predicted:.3f} × predicted, "
             f"{seconds / again[name]:.3f} × by the same steps; "

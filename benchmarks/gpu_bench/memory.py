@@ -55,7 +55,7 @@ def limited(context: Context, cases: list[Case]) -> dict[str, Any]:
             "predicted": plan.peak_bytes[0] / plain.peak, "held": count.peak / plain.peak,
             "step_ms": 1e3 * median(steps.step()[0] for _ in range(1 if context.quick else 3)),
         }  # fmt: skip
-        if plan.leaving:
+        if plan.offloads:
             result = steps.step()[1]
             took = {span.node: span.end - span.start for span in result.times.spans()}
             copies = [

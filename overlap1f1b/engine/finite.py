@@ -85,8 +85,7 @@ class FiniteCheck:
             copy.mark.synchronize()
             for number, loss in zip(microbatches, copy.tensors[0].tolist(), strict=True):
                 if not math.isfinite(loss):
-                    where = f" on {self._mesh.label}" if self._mesh.several else ""
-                    line = f"the loss of microbatch {number} of step {step} is {loss}{where}; {_ALLOWED}"
+                    line = f"the loss of microbatch {number} of step {step} is {loss}{self._mesh.where}; {_ALLOWED}"
                     lines.append((step, number, line))
         return lines
 

@@ -61,10 +61,9 @@ class Gate:
         seen.hidden.append(result.overlap.hidden_fraction)
         line, hidden = None, median(seen.hidden)
         if len(seen.hidden) == STEPS and hidden < self.share * seen.predicted:  # neither is NaN
-            where = f" on {self._mesh.label}" if self._mesh.several else ""
             line = (
-                f"{hidden:.1%} of the exchange is hidden{where} in {STEPS} steps of {count} microbatches until {step}, "
-                f"and the plan hides {seen.predicted:.1%}; allowed: {self.share:g} of it, as by gate; "
+                f"{hidden:.1%} of the exchange is hidden{self._mesh.where} in {STEPS} steps of {count} microbatches "
+                f"until {step}, and the plan hides {seen.predicted:.1%}; allowed: {self.share:g} of it, as by gate; "
                 "result.metrics() has the causes"
             )
         if self.raises:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, chain, pairwise
-from typing import SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
 from torch import nn
@@ -103,33 +103,10 @@ def stages_of(
     ValueError for too few blocks; stages that the rank does not hold; a parameter in two stages that do not tie it; a
     DTensor that is not FSDP2's over the mesh; experts over other ranks than the engine's.
     """
-    rank = mesh.rank("pp")
-    held = [stage for _, stage in placement.places(rank)]
-    if len(set(held)) < len(held):
-        raise ValueError(f"stages {held} on rank {rank}; allowed: each stage once on a rank")
-    first = dict.fromkeys(held, 0)
-    if isinstance(model, Mapping):
-        if options.block_weights is not None:
-            raise ValueError("block_weights of stages that are given; allowed: of the blocks of a whole model")
-        if sorted(model) != sorted(held):
-            raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(held)}")
-        held_blocks = {stage: blocks_of_stage(model[stage]) for stage in held}
-        ties = [ties_in(model[stage]) for stage in held]
-        # In the order of numbers, so that ranks with the same stages gather them in the same order.
-        tops = [model[stage] for stage in sorted(held)]
-    else:
-        every = blocks_of(model)
-        if not every:
-            raise ValueError("a model without blocks; allowed: an nn.Sequential or a list of at least one module")
-        split = split_blocks(every, placement.stages, options.block_weights)
-        _refuse_in_two_stages(split)
-        held_blocks = {stage: split[stage] for stage in held}
-        first = {stage: sum(map(len, split[:stage])) for stage in held}
-        ties = []
-        whole = isinstance(model, nn.Module) and placement.ranks == 1
-        tops = [model] if whole else [held_blocks[stage] for stage in sorted(held)]
+    held, tops = _held(model, placement, mesh.rank("pp"), options.block_weights)
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
-    _refuse_in_two_stages(list(held_blocks.values()), ties, parameters=reduce_dense or reduce_experts)
+    ties = [ties_in(model[stage]) for stage in held] if isinstance(model, Mapping) else []
+    _refuse_in_two_stages([one.blocks for one in held.values()], ties, parameters=reduce_dense or reduce_experts)
     sharding = Sharding(
         *tops,
         ranks=mesh.ranks(pp=range(placement.ranks), over=DIMENSIONS),
@@ -137,29 +114,63 @@ def stages_of(
         tensor=mesh.along("tp"),
     )
     if gathers:
-        sharding.divide(held_blocks)
+        sharding.divide({stage: one.blocks for stage, one in held.items()})
     with sharding.gathered():
         # A stage without parameters computes where the rank's others do.
-        device = device_of(chain.from_iterable(held_blocks.values())) or mesh.device
+        device = device_of(chain.from_iterable(one.blocks for one in held.values())) or mesh.device
         stages = {
             stage: Stage(
-                blocks,
+                one.blocks,
                 exchange,
                 number=stage,
-                first=first[stage],
+                first=one.first,
                 sliced=sharding.sliced,
                 reduce_dense=reduce_dense,
                 reduce_experts=reduce_experts,
                 gathered={block for of, block in sharding.of_block if of == stage},
                 device=device,
             )
-            for stage, blocks in held_blocks.items()
+            for stage, one in held.items()
         }
     for stage in stages.values():
         _check_groups(stage, mesh)
         if mesh.group("tp") is not None:
             choose_nothing(stage.blocks)
     return stages, sharding
+
+
+class _Held(NamedTuple):
+    """The blocks of a stage that this rank holds, and the position of the first of them in the model."""
+
+    blocks: Sequence[nn.Module]
+    first: int
+
+
+def _held(
+    model: Model, placement: Placement, rank: int, weights: Sequence[float] | None
+) -> tuple[dict[int, _Held], list[Any]]:
+    """Return what a pipeline rank holds, and the modules or lists in which FSDP2 is looked for.
+
+    These are in the order of stages, so that ranks with the same stages gather them in the same order.
+    """
+    numbers = [stage for _, stage in placement.places(rank)]
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"stages {numbers} on rank {rank}; allowed: each stage once on a rank")
+    if isinstance(model, Mapping):
+        if weights is not None:
+            raise ValueError("block_weights of stages that are given; allowed: of the blocks of a whole model")
+        if sorted(model) != sorted(numbers):
+            raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(numbers)}")
+        held = {stage: _Held(blocks_of_stage(model[stage]), 0) for stage in numbers}
+        return held, [model[stage] for stage in sorted(numbers)]
+    every = blocks_of(model)
+    if not every:
+        raise ValueError("a model without blocks; allowed: an nn.Sequential or a list of at least one module")
+    split = split_blocks(every, placement.stages, weights)
+    _refuse_in_two_stages(split)
+    held = {stage: _Held(split[stage], sum(map(len, split[:stage]))) for stage in numbers}
+    whole = isinstance(model, nn.Module) and placement.ranks == 1
+    return held, [model] if whole else [held[stage].blocks for stage in sorted(numbers)]
 
 
 def _check_groups(stage: Stage, mesh: Mesh) -> None:

@@ -7,10 +7,9 @@ are cut there.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import combinations
-from operator import and_
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -52,9 +51,11 @@ class Shown(NamedTuple):
         swapped = [(b, a) for (a, x), (b, y) in pairs if (x.send, x.receive) == (y.receive, y.send)]
         return cls(frozenset([tuple([exchange.forms for exchange in seen])]), frozenset(swapped))
 
-    def __and__(self, other: Shown) -> Shown:
-        """Return what two microbatches have shown, or two ranks."""
-        return Shown(self.forms | other.forms, self.swapped & other.swapped)
+    @classmethod
+    def common(cls, every: Iterable[Shown]) -> Shown:
+        """Return what several microbatches have shown, or several ranks."""
+        forms, swapped = zip(*every, strict=True)
+        return cls(frozenset().union(*forms), frozenset.intersection(*swapped))
 
 
 class Found(NamedTuple):
@@ -115,26 +116,27 @@ class Discovery(Observer):
         """
         for line in sorted(self._standing):
             warnings.warn(line, stacklevel=2)
-        stands = bool(self._without_gradient)
-        mine = {
-            block: reduce(and_, [Shown.by([one for one in seen if not (one.by_library and stands)]) for seen in blocks])
-            for block, by_microbatch in self._seen.items()
-            if (blocks := by_microbatch.values())
-        }
+        library_stands = bool(self._without_gradient)
+        mine: dict[BlockKey, Shown] = {}
+        for block, by_microbatch in self._seen.items():
+            hidden = (
+                [one for one in seen if not (one.by_library and library_stands)] for seen in by_microbatch.values()
+            )
+            mine[block] = Shown.common(map(Shown.by, hidden))
         shown = self._mesh.combined(mine, _in_common)
-        every = self._mesh.combined(sorted(self._standing), lambda _, parts: sorted(set().union(*parts)))
+        lines = self._mesh.combined(sorted(self._standing), lambda _, parts: sorted(set().union(*parts)))
         exchanges = {
-            (number, block): OwnExchanges(stage.names[block], self._ranks, own, stands)
+            (number, block): OwnExchanges(stage.names[block], self._ranks, own, library_stands)
             for number, stage in stages.items()
             for block in range(len(stage.blocks))
             if (number, block) in shown and (own := matched(shown[number, block], stage.names[block]))
         }
-        return Found(exchanges, tuple(every))
+        return Found(exchanges, tuple(lines))
 
 
 def _in_common(_: object, parts: Sequence[Mapping[BlockKey, Shown]]) -> dict[BlockKey, Shown]:
     blocks = set().union(*parts)
-    return {block: reduce(and_, [part[block] for part in parts if block in part]) for block in blocks}
+    return {block: Shown.common(part[block] for part in parts if block in part) for block in blocks}
 
 
 def matched(shown: Shown, name: str) -> tuple[OwnExchange, ...]:

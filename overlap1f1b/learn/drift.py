@@ -21,7 +21,7 @@ from overlap1f1b.learn.measure import LinkCosts, slowest
 from overlap1f1b.learn.peers import Peers
 from overlap1f1b.plan import EXCHANGED, CostKey, NodeCosts, Plan, Resource, cost_key, play_ranks
 from overlap1f1b.simulation import Timeline
-from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
+from overlap1f1b.transport.mesh import Mesh
 
 EVERY = 2
 """Steps between two tables, or more: ranks pool fewer steps where these are short."""
@@ -82,9 +82,8 @@ class Drift:
         """Return costs with the changes of all ranks, the same on all of them, which must call this."""
         before, now = _medians(self._before), _medians(self._now)
         mine: LinkCosts = {key: (now[key] / before[key],) for key in before if before[key] and key in now}
-        every = mesh.combined(mine, lambda dimension, tables: slowest(tables, links=dimension in mesh.experts_over))
         by_node = dict(costs.by_node)
-        for key, changes in every.items():
+        for key, changes in slowest(mine, mesh).items():
             cost = by_node.get(key, 0.0)
             if isinstance(cost, tuple) and len(cost) == len(changes):
                 by_node[key] = tuple(one * change for one, change in zip(cost, changes, strict=True))
@@ -115,7 +114,7 @@ class Search:
         self._made: list[Plan] | None = None
         self._make = make
         self._thread = Thread(target=self._run, name="overlap1f1b-search", daemon=True)
-        if not any(map(peers.mesh.rank, DIMENSIONS)):
+        if peers.mesh.is_first:
             self._thread.start()
 
     def _run(self) -> None:

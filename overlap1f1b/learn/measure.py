@@ -113,7 +113,7 @@ def measured_costs(
         by_op.setdefault(span.node[:2], []).append(span.end - span.start)
     # A launch belongs to no block; a tag keeps it apart from the time on the device.
     mine |= {(*place, *_LAUNCH): (median(times),) for place, times in by_op.items()}
-    merged = mesh.combined(mine, lambda dimension, tables: slowest(tables, links=dimension in mesh.experts_over))
+    merged = slowest(mine, mesh)
     launch = {key[:2]: max(merged.pop(key)) for key in list(merged) if key[2:] == _LAUNCH}
     by_node = {key: links if len(links) > 1 else links[0] for key, links in merged.items()}
     return NodeCosts(by_node=by_node, shared_links=shared_links, launch=launch)
@@ -122,8 +122,13 @@ def measured_costs(
 _LAUNCH = (-1, -1, -1, -1)
 
 
-def slowest(tables: list[LinkCosts], *, links: bool) -> LinkCosts:
-    """Merge the tables of the ranks along a dimension: the slowest rank counts; exchanges may keep each rank's link."""
+def slowest(mine: LinkCosts, mesh: Mesh) -> LinkCosts:
+    """Merge the tables of all ranks: the slowest counts, and exchanges keep the link of each that shares experts."""
+    return mesh.combined(mine, lambda dimension, every: _slowest(every, links=dimension in mesh.experts_over))
+
+
+def _slowest(tables: list[LinkCosts], *, links: bool) -> LinkCosts:
+    """Merge the tables of the ranks along a dimension."""
     merged: LinkCosts = {}
     for key in dict.fromkeys(key for table in tables for key in table):
         costs = [table[key] for table in tables if key in table]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from overlap1f1b.transport.groups import collectives_begun, gathered
-from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
+from overlap1f1b.transport.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Peers:
     def made(self, make: Callable[[], T]) -> T:
         """Return what the first rank has made, or raise its ValueError: a search takes long where all search."""
         made: T | ValueError | None = None
-        if any(map(self.mesh.rank, DIMENSIONS)):
+        if not self.mesh.is_first:
             while made is None:
                 made = self.first(None)
         else:

@@ -51,7 +51,7 @@ from overlap1f1b.schedule import Program, forwards_of, one_by_one
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import LocalExchange
-from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
+from overlap1f1b.transport.mesh import Mesh
 
 WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
@@ -427,7 +427,7 @@ class Tuner:
     ) -> None:
         """Note the times of the nodes of a step; go on to the next setting, or to the plans for the costs."""
         every, mesh = self._now.spans, self.peers.mesh
-        every.append(result.overlap.spans)
+        every.append(result.times.spans())
         while self.coming and self.coming[0].purpose is Purpose.MEASURE:
             self.coming.pop(0)
         if more := max(0, self._times - len(every)):  # the number of microbatches may be another one since
@@ -458,6 +458,7 @@ class Tuner:
         self._queue_tries(choice.plans)
 
     def _chosen(self) -> Choice:
+        """Return the plans for what was measured; of all that fit those alone are sent to the other ranks."""
         choice = replace(self._limited(), timed=True).chosen(self.program, self._measured)
         return choice._replace(plans=worth_trying(choice.plans, self.counted.rooms))
 
@@ -572,7 +573,7 @@ class Tuner:
 
     def _say_of_other(self, search: Search) -> None:
         """Say once, on the first rank, that another plan is played since node times have changed."""
-        if any(map(self.peers.mesh.rank, DIMENSIONS)):
+        if not self.peers.mesh.is_first:
             return
         exchange, compute = (max(of, key=lambda one: abs(one - 1)) for of in zip(*search.changes.values(), strict=True))
         self._said = (

@@ -81,7 +81,7 @@ class Plan:
         return {}
 
     @cached_property
-    def leaving(self) -> Mapping[int, frozenset[tuple[int, int]]]:
+    def offloads(self) -> Mapping[int, frozenset[tuple[int, int]]]:
         """Microbatch and block of the activations of each stage that leave to host memory."""
         found: dict[int, set[tuple[int, int]]] = {}
         for node in chain.from_iterable(self.ranks):

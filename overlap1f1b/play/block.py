@@ -39,7 +39,7 @@ from overlap1f1b.play.gradients import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import Microbatch, Phase, Tensors, absent, check_call, is_absent, name_call
 from overlap1f1b.play.observers import ExpertCall
-from overlap1f1b.play.offload import Kept, Leaving
+from overlap1f1b.play.offload import BlockOffload, Kept
 from overlap1f1b.play.recompute import DroppedPart, Recomputation
 from overlap1f1b.play.segment import NOTHING_ENTERED, Crossing, Layout, LibraryExchange, Segment, Sent, Use
 from overlap1f1b.play.values import PlaceValues
@@ -69,7 +69,7 @@ class BlockRun:
     mode: CrossingMode | None = None  # shows what may enter a segment, where something may
     carried: PlaceValues | None = None  # what the forward takes along while it is suspended
     recomputation: Recomputation | None = None  # parts of the forward that are computed again, once there is one
-    leaving: Leaving | None = None  # what the forward leaves for the backward, if it goes to host memory meanwhile
+    offload: BlockOffload | None = None  # what the forward leaves for the backward, if it goes to host memory meanwhile
 
     def __init__(self, microbatch: Microbatch, block: int, stretch: Stretch | None = None) -> None:
         self.microbatch, self.block, self.stretch = microbatch, block, stretch
@@ -123,15 +123,15 @@ class BlockRun:
         if mode or suspends:
             self.mode = CrossingMode(self.entered, self.used_apart, lookout)
         call: Callable[..., Tensors] = partial(call_block, microbatch, self.block)
-        if grad and (microbatch.index, self.block) in installed.leaving:
-            self.leaving = installed.leaves(self.block)
+        if grad and (microbatch.index, self.block) in installed.offloaded:
+            self.offload = installed.offload_of(self.block)
         with eager(mode, self._drawing()):
             if suspends:
                 self.forward = self._suspendable(call, lookout)
                 if self.carried is not None:
                     self.carried.begin(microbatch.random.seed)
                 return self._carry(self.forward.start(tuple(inputs), installed.thread, grad=grad, mode=mode))
-            call = call if self.leaving is None else self.leaving.around(call)
+            call = call if self.offload is None else self.offload.around(call)
             with torch.set_grad_enabled(grad):
                 if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
                     return call(*inputs)
@@ -179,7 +179,7 @@ class BlockRun:
                 call = parts.function(call) if shape.drops(shape.own) else call
             hides = self.facts.own.hides if lookout is None else partial(self._look, lookout)
             handlers = Handlers(part, self._checkpoint, hides=hides, parts=shape.parts)
-            call = call if self.leaving is None else self.leaving.around(call)
+            call = call if self.offload is None else self.offload.around(call)
         return Forward(call, stage.names[self.block], stage.device, self.installed.stacks, self.mode, handlers)
 
     def _look(self, lookout: Lookout, tensors: Sequence[Tensor], splits: Splits, group: ProcessGroup) -> bool:
@@ -193,7 +193,7 @@ class BlockRun:
     def _recomputation(self) -> Recomputation:
         """Return what computes parts of the forward again; it does not refer to this run."""
         if self.recomputation is None:
-            seed, keep = self.microbatch.random.seed, Kept if self.leaving is None else self.leaving.pack
+            seed, keep = self.microbatch.random.seed, Kept if self.offload is None else self.offload.pack
             self.recomputation = Recomputation(self.installed, self.block, seed, self.facts.own.hides, keep)
         return self.recomputation
 
@@ -575,7 +575,7 @@ class BlockRun:
             self.mode.end()
         if self.forward is not None:
             self.forward.stop()
-        self.segments, self.sent, self.recomputation, self.leaving = [], {}, None, None
+        self.segments, self.sent, self.recomputation, self.offload = [], {}, None, None
 
 
 def call_block(microbatch: Microbatch, block: int, *x: Tensor) -> Tensors:

@@ -362,6 +362,7 @@ def _change(crossing: _Crossing) -> None:
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply a Function: a product of ours, one that a lookout watches, one whose exchange hides, or any other."""
         mode = running_mode() if torch._C._len_torch_function_stack() else None
         if mode is None or not torch.is_grad_enabled():
             return plain_apply(cls)(*args, **kwargs)
@@ -373,10 +374,11 @@ def _change(crossing: _Crossing) -> None:
                 args, kwargs = mode.replaced(args), mode.replaced_by_name(kwargs)
         if cls in _OWN:
             return applied_outside(mode, cls, *args, **kwargs)
-        result = None if mode.lookout is None else mode.lookout.run(cls, args, kwargs)
-        hidden = _hidden(cls, args)
         if mode.lookout is not None:
+            result = mode.lookout.run(cls, args, kwargs)
+            _hidden(cls, args)  # so that the lookout notes the exchange, which runs where it stands
             return result
+        hidden = _hidden(cls, args)
         return applied_outside(mode, cls, *args, **kwargs) if hidden is None else hidden
 
     autograd: Any = torch.autograd

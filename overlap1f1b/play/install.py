@@ -27,7 +27,7 @@ from overlap1f1b.plan.turn import Plain
 from overlap1f1b.play.crossing import functions_cross
 from overlap1f1b.play.gradients import WeightQueue
 from overlap1f1b.play.observers import Observers
-from overlap1f1b.play.offload import Leaving
+from overlap1f1b.play.offload import BlockOffload
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.host import HostMemory
@@ -54,7 +54,7 @@ class Installation:
         adds_to_main: Whether experts' weight gradients may go to ``main_grad``: not if ``.grad`` is reduced, or a step
             that lost rows takes its gradients back.
         observers: Who looks on.
-        leaving: Microbatch and block of activations that leave to host memory.
+        offloaded: Microbatch and block of activations that leave to host memory.
         host: Carries them.
 
     Attributes:
@@ -77,10 +77,10 @@ class Installation:
         capacity: float | None = None,
         adds_to_main: bool = True,
         observers: Observers | None = None,
-        leaving: Set[tuple[int, int]] = frozenset(),
+        offloaded: Set[tuple[int, int]] = frozenset(),
         host: HostMemory | None = None,
     ) -> None:
-        self.leaving, self._host = leaving, host
+        self.offloaded, self._host = offloaded, host
         self.stage, self.cut = stage, stage.cut(stage.shape if shape is None else shape)
         self.exchange = exchange or stage.exchange
         self.observers = observers or Observers()
@@ -120,9 +120,9 @@ class Installation:
                 while self.stacks:
                     self.stacks.pop().end()
 
-    def leaves(self, block: int) -> Leaving | None:
+    def offload_of(self, block: int) -> BlockOffload | None:
         """Return what takes the saved tensors of a block; None where hooks of the caller's own take them."""
-        return None if self._host is None or self.thread.hooks else Leaving(self._host, self.stage.names[block])
+        return None if self._host is None or self.thread.hooks else BlockOffload(self._host, self.stage.names[block])
 
     @cached_property
     def library_stream(self) -> SideStream:

@@ -17,7 +17,7 @@ from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan import Op, Place
 from overlap1f1b.play.gradients import Gradients, WeightQueue, accumulate
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.offload import Leaving
+from overlap1f1b.play.offload import BlockOffload
 from overlap1f1b.play.random import RandomStream
 from overlap1f1b.schedule import Kind
 from overlap1f1b.schedule.values import check_kind, check_number, quoted
@@ -157,7 +157,8 @@ class Microbatch:
         activations: Inputs of the next block: leaves, which require a gradient where one will come. After the last
             block its outputs, or the loss if there is a ``loss_fn``, until they are sent on.
         returned: What is known of the outputs of the last block.
-        gradients: Of the outputs of the block whose backward is next; in the end of the inputs.
+        gradients: Of the outputs of the block whose backward is next; in the end of the inputs. None while they are
+            not here, () once they were taken.
         queues: Weight gradients that a backward has left, by (op, block, call of experts).
         tied: Gradients of parameters that blocks share, summed until the first of these blocks adds them.
         random: Its stream of random numbers.
@@ -314,10 +315,10 @@ class Microbatch:
         assert taken is not None, f"microbatch {self.index} has no gradient of its output"
         return taken
 
-    def leaving(self, block: int) -> Leaving | None:
+    def offload_of(self, block: int) -> BlockOffload | None:
         """Return what the run of a block has left that may leave to host memory."""
         run = self.runs.get(block)
-        return None if run is None else run.leaving
+        return None if run is None else run.offload
 
     def install(self, installed: Installation) -> None:
         """Go on in another step."""

@@ -6,7 +6,7 @@ saved elsewhere live anyway. What the forward still holds then may be a later se
 once, however many tensors were saved of it.
 
     pack, pack, …   the forward: the graph holds a Kept for each tensor
-    end             of a segment: its Stay has the storages that nothing else holds
+    end             of a segment: its SegmentOffload has the storages that nothing else holds
     leave           they are copied to the host
     free            the copy has ended: their memory is freed, while tensors, views and storages stay what they are
     fetch           they have memory again, which is filled from the host
@@ -69,7 +69,7 @@ class Kept:
         return self.tensor
 
 
-class Leaving:
+class BlockOffload:
     """The saved tensors of one block for one microbatch.
 
     Args:
@@ -77,13 +77,13 @@ class Leaving:
         name: Of the block, for messages.
 
     Attributes:
-        stays: Of each segment that has ended, until its backward.
+        segments: Of each segment that has ended, until its backward.
     """
 
     def __init__(self, host: HostMemory, name: str) -> None:
         self._host, self._name = host, name
         self._kept: list[ref[Kept]] = []
-        self.stays: dict[tuple[int, int], Stay] = {}
+        self.segments: dict[tuple[int, int], SegmentOffload] = {}
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the block's forward, which hands over what it saves."""
@@ -119,16 +119,16 @@ class Leaving:
                 self._kept += map(ref, every)
             elif self._host.takes(every[0].tensor) and not any(kept.is_changed for kept in every):
                 alone.append(every)
-        self.stays[node.segment] = Stay(self._host, self._name, alone)
+        self.segments[node.segment] = SegmentOffload(self._host, self._name, alone)
 
     def come_back(self, node: Node) -> None:
         """Wait until what a node of the backward needs is here."""
-        for segment in list(self.stays) if node.op in OWN_AGAIN else [node.segment]:
-            if (stay := self.stays.pop(segment, None)) is not None:
-                stay.come_back()
+        for place in list(self.segments) if node.op in OWN_AGAIN else [node.segment]:
+            if (segment := self.segments.pop(place, None)) is not None:
+                segment.come_back()
 
 
-class Stay:
+class SegmentOffload:
     """Some storages, which nothing but the graph of a segment holds until its backward.
 
     Args:

@@ -15,7 +15,7 @@ from overlap1f1b.play.block import BlockRun
 from overlap1f1b.play.gradients import accumulate
 from overlap1f1b.play.microbatch import Microbatch, Phase
 from overlap1f1b.play.observers import Observers
-from overlap1f1b.play.offload import Leaving
+from overlap1f1b.play.offload import BlockOffload
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links
 from overlap1f1b.schedule import Kind
@@ -159,7 +159,7 @@ class Player:
         received: Mapping[Place, Any] = self._await(turn, microbatch) if turn.awaits or turn.receives else _NOTHING
         looked_at = self._handlers is not _HANDLERS
         if looked_at:
-            self._tell_ready(turn.node, microbatch.leaving(turn.block), received)
+            self._tell_ready(turn.node, microbatch.offload_of(turn.block), received)
         # 2. Compute.
         begun = times.stamp()
         if way is _WEIGHTS:
@@ -177,17 +177,17 @@ class Player:
             if not run.segments:
                 del microbatch.runs[turn.block]
         times.computed(turn.node, begun)
-        if looked_at and way is _FORWARD and (leaving := microbatch.leaving(turn.block)) is not None:
+        if looked_at and way is _FORWARD and (offload := microbatch.offload_of(turn.block)) is not None:
             received = _NOTHING  # else it would hold them
-            leaving.end(turn.node)
+            offload.end(turn.node)
         # 3. Release a microbatch that has ended.
         if microbatch.phase is _LEFT:
             self.alive.end(microbatch)
 
-    def _tell_ready(self, node: Node, leaving: Leaving | None, received: Mapping[Place, Any]) -> None:
+    def _tell_ready(self, node: Node, offload: BlockOffload | None, received: Mapping[Place, Any]) -> None:
         """Take what a compute node that is about to run needs from host memory, and its parameters; tell of it."""
-        if leaving is not None and node.kind is Kind.I:
-            leaving.come_back(node)
+        if offload is not None and node.kind is Kind.I:
+            offload.come_back(node)
         gathers = self.links.gathers
         if gathers is not None and (gather := gathers.coming(node)) is not None:
             self._fill((gather,))
@@ -259,16 +259,16 @@ class Player:
     def _move(self, turn: Turn) -> None:
         """Start to copy activations to host memory or back, or free what has left."""
         node = turn.node
-        leaving = self._microbatches[turn.key].leaving(node.block)
-        if leaving is None:
+        offload = self._microbatches[turn.key].offload_of(node.block)
+        if offload is None:
             return
-        stay = leaving.stays[node.segment]
+        segment = offload.segments[node.segment]
         if node.op is Op.FREE:
-            stay.free()
+            segment.free()
             return
-        post = stay.leave if node.op is Op.OFFLOAD else stay.fetch
-        stay.flight = self.links.lanes[node.op, node.kind].launch(node, post)
-        self.times.flights.append(stay.flight)
+        post = segment.leave if node.op is Op.OFFLOAD else segment.fetch
+        segment.flight = self.links.lanes[node.op, node.kind].launch(node, post)
+        self.times.flights.append(segment.flight)
 
     def _launch_exchange(self, turn: Turn) -> None:
         node, microbatch, times, counts = turn.node, self._microbatches[turn.key], self.times, None

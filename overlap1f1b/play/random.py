@@ -23,7 +23,7 @@ def take_number() -> int:
     return int(torch.randint(2**62, (), device="cpu"))
 
 
-class Loop:
+class LoopGenerators:
     """The generators as the loop around a step has left them: a feed may draw from them, blocks have their streams.
 
     Args:

@@ -35,7 +35,7 @@ from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.plan import Op
 from overlap1f1b.play.crossing import CrossingMode, eager
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.offload import Kept, Leaving
+from overlap1f1b.play.offload import BlockOffload, Kept
 from overlap1f1b.play.random import RandomStream
 from overlap1f1b.play.segment import Entry
 from overlap1f1b.play.values import PlaceValues
@@ -250,7 +250,7 @@ def _part_of_another(function: Any, args: Any, inside: AbstractContextManager[An
 
 def users_hooks(state: ThreadState) -> tuple[tuple[Any, Any], ...]:
     """Return the model's own hooks of saved tensors, outermost first."""
-    return tuple([hooks for hooks in state.hooks if not isinstance(_owner(hooks), DroppedPart | Leaving)])
+    return tuple([hooks for hooks in state.hooks if not isinstance(_owner(hooks), DroppedPart | BlockOffload)])
 
 
 def _owner(hooks: tuple[Any, Any]) -> object:

@@ -25,7 +25,7 @@ from overlap1f1b.play.feed import Feed, Microbatches
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.observers import Observer, Observers, WithoutAutocast
 from overlap1f1b.play.player import Player
-from overlap1f1b.play.random import Loop
+from overlap1f1b.play.random import LoopGenerators
 from overlap1f1b.play.result import StepResult, result_of
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links
@@ -79,23 +79,23 @@ class Step:
             feed = self.make_feed()
             if not isinstance(feed, Feed):
                 raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
-            loop = Loop([stage.draws for stage in self.stages.values()])
+            generators = LoopGenerators([stage.draws for stage in self.stages.values()])
             reductions = self._begin()
             aux_scale = None if feed.aux_scale is None else feed.aux_scale * self.loss_scale
             with self._install(aux_scale, every) as (turns, installations):
                 if feed.draws:
-                    feed = feed._replace(arguments_of=loop.watching(feed.arguments_of))
+                    feed = feed._replace(arguments_of=generators.watching(feed.arguments_of))
                 microbatches = Microbatches(
                     installations,
                     program,
                     links.rank,
                     feed,
-                    seed=loop.seed,
+                    seed=generators.seed,
                     grad=self.grad,
                     loss_scale=self.loss_scale,
                 )
                 player.play(turns, microbatches, microbatches.begin)
-            loop.end()
+            generators.end()
             ended = microbatches.of_stage(program.placement.stages - 1)
             result = result_of(ended, [feed.shares[one.index] for one in ended], times, player.alive)
             self._finish(reductions, times)
@@ -134,7 +134,7 @@ class Step:
                     capacity=links.capacity,
                     adds_to_main=links.adds_to_main,
                     observers=observers,
-                    leaving=self.plan.leaving.get(number, frozenset()) if self.grad else frozenset(),
+                    offloaded=self.plan.offloads.get(number, frozenset()) if self.grad else frozenset(),
                     host=links.host,
                 )
             by_node = self.by_node or observers.by_node or links.gathers is not None

@@ -261,6 +261,16 @@ class Mesh:
                             said = f"{name} differ between {here} and {there}"
                         raise ValueError(f"{said}; allowed: the same on all ranks{besides}")
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank along all dimensions."""
+        return not any(map(self.rank, DIMENSIONS))
+
+    @property
+    def where(self) -> str:
+        """For messages: ``" on rank ep 1"``, and nothing on a rank alone."""
+        return f" on {self.label}" if self.several else ""
+
     def compared(self, facts: Mapping[str, float], limit: timedelta | None = None) -> Comparison:
         """Start to compare up to five numbers over all ranks; ``limit`` is of waits, None for the mesh's own."""
         return Comparison(self._control, facts, limit or self.failures.limit)

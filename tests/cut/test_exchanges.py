@@ -1,8 +1,6 @@
 """Blocks that exchange rows by themselves, in whatever way: cut and hidden without a change, equal to a plain loop."""
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import and_
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -261,7 +259,7 @@ def seen(send: list[int], receive: list[int], dimensions: int = 2) -> Seen:
 
 
 def found_in(microbatches: list[list[Seen]]) -> list[tuple[Op, int]]:
-    shown = reduce(and_, map(Shown.by, microbatches))
+    shown = Shown.common(map(Shown.by, microbatches))
     return [(exchange.op, exchange.back_of) for exchange in matched(shown, "block 2")]
 
 

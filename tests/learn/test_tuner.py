@@ -53,7 +53,8 @@ def play(of: Tuner, *seconds: float) -> list[Plan]:
     """Let a tuner learn from steps of these times, whose nodes take none; return their plans."""
     played = []
     for makespan in seconds:
-        step, result = of.next_step(), Mock(overlap=Mock(makespan=makespan, spans=()), times=Mock(launches=()))
+        step = of.next_step()
+        result = Mock(overlap=Mock(makespan=makespan), times=Mock(launches=(), spans=tuple))
         assert step.plan is not None
         played.append(step.plan)
         of.learn(step, result, dict)

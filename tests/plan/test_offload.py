@@ -46,14 +46,14 @@ def test_a_copy_that_compute_covers_costs_nothing() -> None:
     costs = costs_with(dict.fromkeys(range(4), 1.0), copy=5.0)
     plan = plain(6, 4, costs)
     (most,) = plan.peak_bytes
-    assert not plan.leaving
+    assert not plan.offloads
     less = offloaded(plan, costs, (0.7 * most,))
     assert less.peak_bytes[0] <= 0.7 * most
     assert less.predicted <= 1.01 * plan.predicted
-    away = sum(map(len, less.leaving.values()))
+    away = sum(map(len, less.offloads.values()))
     assert 0 < away <= 24
     every = offloaded(plan, costs)
-    assert sum(map(len, every.leaving.values())) > away
+    assert sum(map(len, every.offloads.values())) > away
     assert every.predicted <= 1.1 * plan.predicted
     for one in (less, every):
         assert not list(broken_rules(one))
@@ -73,7 +73,7 @@ def test_a_slow_link_costs_its_time() -> None:
 def test_what_holds_nothing_stays() -> None:
     costs = costs_with({0: 1.0, 1: 0.0}, copy=1.0)
     plan = offloaded(plain(3, 2, costs), costs)
-    assert {block for places in plan.leaving.values() for _, block in places} == {0}
+    assert {block for places in plan.offloads.values() for _, block in places} == {0}
 
 
 @given(st.data())
