@@ -42,7 +42,7 @@ ASKS: ContextVar[bool] = ContextVar("ASKS", default=False)
 def asks_for(weight: Parameter, node: Any) -> bool:
     """Return whether the walk that runs asks for a weight's gradient, by a node whose last input is an anchor.
 
-    All do that go on to every leaf. ``torch.autograd.grad`` goes on to the tensors that it is given alone.
+    A walk to every leaf asks for all weights. ``torch.autograd.grad`` goes on to the tensors that it is given alone.
     """
     return weight.requires_grad and (torch._C._will_engine_execute_node(node.next_functions[-1][0]) or ASKS.get())
 

@@ -9,7 +9,8 @@ class ParameterUses:
     """The segments that use the parameters of a block, as its first forward has shown.
 
     Attributes:
-        apart: Weights whose gradients the block's layers defer to a queue; later without those that no layer defers.
+        apart: Weights whose gradients layers of the block defer to a queue. At first all that may be; a whole forward
+            takes out those that no layer has deferred.
         first: The first segment that uses a parameter.
         several: The parameters of ``apart`` that are used in several segments or in another way, too.
     """

@@ -102,7 +102,7 @@ class Engine:
         connection: The stages of this rank, and its links to other ranks.
         tuner: Decides which plan a step plays.
         observers: Who looks on at every step; others may be added between steps, the first is the outermost. At
-            evaluations only those look on that do so at rehearsals.
+            evaluations only those look on that have ``rehearses`` set.
     """
 
     options: EngineOptions

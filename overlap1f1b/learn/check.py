@@ -1,7 +1,8 @@
 """Compare the first step of a plan with a plain loop over the same batch: one microbatch after another.
 
-A forward that keeps state where the engine does not look, and finds another microbatch's there, is so noticed on the
-user's own model and data. :meth:`Verification.play` leaves what one step leaves; if it raises, what there was before:
+A forward may keep state where the engine does not look, and find another microbatch's there. This comparison shows it,
+on the user's own model and data. :meth:`Verification.play` leaves what one step leaves; if it raises, what there was
+before:
 
     loop = bits of what the loop leaves;  undo
     step = bits of what the plan leaves;  equal on all ranks: this was the step

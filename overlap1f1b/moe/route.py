@@ -215,7 +215,7 @@ class Route(Splits):
         return self.kernels(spread_grad, grad, rows, order, inverse, weights, self.padded)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Add the returned rows ``[rows, H]`` of each token: ``[T, H]``; where each was sent once, there is no more."""
+        """Add the returned rows ``[rows, H]`` of each token, one from each rank that computed it: ``[T, H]``."""
         return self.kernels(sum_rows, rows, self.inverse, self.top_k)
 
     def gather_backward(self, grad: Tensor) -> Tensor:

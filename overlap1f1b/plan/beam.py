@@ -29,7 +29,7 @@ _SCORE = itemgetter(0)
 ALIKE = 4
 """Beginnings that stay of those that have played the same nodes."""
 KEPT = 2.5
-"""Scheduled nodes that take as long as one longer beginning."""
+"""Number of nodes that are scheduled in the time that it takes to add a node to one beginning."""
 
 
 class _Beginning(NamedTuple):

@@ -177,6 +177,7 @@ def _time(op: Op, cost: float) -> float:
 
 
 def _checked(key: Any, length: int) -> tuple[Op, Kind]:
+    """Return op and kind of a key: of sub-ops in general (2 entries), or of one node (6); ValueError for others."""
     op, kind = key[:2] if isinstance(key, tuple) and len(key) == length else (None, None)
     if not isinstance(op, Op) or not isinstance(kind, Kind):
         names = "(Op, Kind)" if length == 2 else "(Op, Kind, stage, block, call, part)"

@@ -24,8 +24,8 @@ class Precedence:
 
     - A chain's computation has one order, its exchanges have one, and each needs the results before it.
     - Microbatches pass each place of a stage in their order, so sums have one order.
-    - A forward begins when a microbatch before it has ended, and another has no more weight gradients: those that
-      an order which keeps the limits has ended first. So every order of these nodes keeps the limits.
+    - Under a limit a forward waits for two microbatches: one has ended, and one has no weight gradients left. They are
+      those that ended first in an order which keeps the limits. So every order of these nodes keeps them.
 
     Args:
         chains: Nodes of the actions of a program that does not place weight gradients.

@@ -1,8 +1,8 @@
 """Streams of random numbers, one a microbatch, and the generators of the loop around a step.
 
-A step takes nothing from torch's generators while it is played. The seeds of its microbatches follow from the number
-that the CPU's generator gives next, which stays the next. Whoever plays a step takes that number behind it if blocks
-have drawn, so that the next step draws others: see ``Engine.play``.
+A step takes nothing from torch's generators while it is played. It reads the number that the CPU's generator gives
+next, and leaves it there; the seeds of its microbatches follow from it. If blocks have drawn, ``Engine.play`` takes
+that number behind the step, so that the next step draws others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 begin(seed)    a forward begins
 leave()        it is suspended: take what it has set, put back what was there
 enter()        it goes on: put on what it has set
-end()          it has ended: its last values stay, except where another forward is to find its own
+end()          it has ended: its last values stay; a place that each forward sets anew gets back what was there
 undo()         in place of end(), behind a second forward of the same microbatch: nothing of it stays
 """
 

@@ -77,7 +77,11 @@ def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]
 
 
 def arrows(bars: Iterable[Bar]) -> list[tuple[Bar, Bar]]:
-    """Return (transfer, consumer): the next bar of its chain, the receive on another rank, or a copy's segment."""
+    """Return (transfer, consumer) of three kinds.
+
+    An exchange and the next bar of its chain; a send and its receive on another rank; a copy from host memory and the
+    backward that needs it.
+    """
     chains: dict[object, list[Bar]] = {}
     received: dict[object, Bar] = {}
     sends: list[tuple[object, Bar]] = []

@@ -188,14 +188,17 @@ class _Builder:
         return StepRecord(number, begin, end, issued, compute, flights, waits)
 
     def _split(self, kernels: Spans, role: Column) -> tuple[Spans, Spans]:
-        """Return the compute kernels of a step, and the kernels of its transfers."""
+        """Return the compute kernels of a step, and the kernels of its transfers.
+
+        Each is of the node in whose range it was launched, if ranges tell (``by`` is "range"); else its name says it.
+        """
         if self.by != "range":
             return kernels[role == "compute"].ordered, kernels[role == "exchange"].ordered
         owner, stream = kernels.what, kernels.place
         main, named = stream == self.main, owner >= 0
-        travels = named & ~self.on_compute[owner]
-        elsewhere = np.isin(owner, owner[travels & ~main])
-        flying = travels & ~(main & elsewhere)
+        travels = named & ~self.on_compute[owner]  # launched by a node that transfers
+        elsewhere = np.isin(owner, owner[travels & ~main])  # of nodes that have kernels beside the main stream
+        flying = travels & ~(main & elsewhere)  # what such a node launches on the main stream only packs rows
         computing = ~flying & (named | (main & (role != "exchange")))
         if len(lost := np.unique(stream[~flying & ~computing])):
             streams = ", ".join(map(str, lost))
