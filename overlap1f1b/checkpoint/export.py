@@ -1,7 +1,5 @@
 """Export of a checkpoint's model as safetensors: whole tensors, which other programs read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

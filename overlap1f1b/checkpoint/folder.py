@@ -9,8 +9,6 @@ survives a kill at any moment. A kill leaves only hidden folders. They are ignor
 them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -5,8 +5,6 @@
 DCP keeps its index as a pickle: load only checkpoints from people you trust.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy

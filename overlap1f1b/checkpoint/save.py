@@ -11,8 +11,6 @@ A parameter that was never updated has no optimizer state, so none is stored. If
 state, the others are stored as zeros, which is the state of rows that never had a gradient.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future

@@ -9,8 +9,6 @@ differs between the ranks that hold it, such as a running mean, is stored once f
 it, and for each rank as ``buffer.<name>.<rank>``. Everything else is equal on all ranks that hold it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate

@@ -7,8 +7,6 @@ A state is stored as bytes, ``state.<name>``. If all ranks have the same, they a
 layout. Otherwise each rank stores its own, with its number behind the name, for ranks of the same layout.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Floor ``integrations``: other runtimes and models on the engine. Each subpackage is imported at its first use."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING

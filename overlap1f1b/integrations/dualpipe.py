@@ -1,7 +1,5 @@
 """The public surface of the DualPipe repository (github.com/deepseek-ai/DualPipe) on the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

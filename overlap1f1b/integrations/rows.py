@@ -3,8 +3,6 @@
 Router, experts, shared experts and losses stay the layer's own. Its dispatcher does nothing meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The norm of the gradients over the whole model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress

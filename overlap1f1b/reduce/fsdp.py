@@ -9,8 +9,6 @@ released by nodes of the plan, see :class:`Gathers`.
 This file reads private attributes of torch: FSDP2 has no public calls for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What an engine lends to each of its steps: it lives as long as the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The sums of a step's gradients over ranks, and gradients of earlier steps set aside meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

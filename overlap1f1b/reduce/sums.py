@@ -1,7 +1,5 @@
 """Sum gradients of plain modules over the ranks that hold the same parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 
 import torch

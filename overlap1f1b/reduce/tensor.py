@@ -1,7 +1,5 @@
 """Gradients of tensor-parallel parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any

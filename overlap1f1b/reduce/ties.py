@@ -1,7 +1,5 @@
 """Parameters that several stages hold as one, such as an embedding and the head that shares its weight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist

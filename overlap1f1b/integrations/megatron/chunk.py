@@ -1,7 +1,5 @@
 """A model chunk as one block of a stage: the user's forward step, cut wherever the model exchanges rows."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence

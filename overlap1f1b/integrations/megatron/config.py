@@ -1,7 +1,5 @@
 """Megatron-Core's config and process groups, in the form that the drop-in reads."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Sequence

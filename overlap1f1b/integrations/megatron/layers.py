@@ -9,8 +9,6 @@
    order.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

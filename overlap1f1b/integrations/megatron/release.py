@@ -1,7 +1,5 @@
 """Outputs whose values are freed while their graph is still needed: for code that calls this by Megatron-LM's names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

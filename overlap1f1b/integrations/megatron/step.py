@@ -1,7 +1,5 @@
 """One call of a forward-backward function: losses, scales of attached losses, and when gradients are reduced."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

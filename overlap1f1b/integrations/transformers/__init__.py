@@ -9,8 +9,6 @@ or in transformers' own training loop:
 >>> trainer = OverlapTrainer(model, args, train_dataset=data, overlap_args=OverlapArguments(pp=2))
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments

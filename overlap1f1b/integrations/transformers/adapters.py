@@ -5,8 +5,6 @@ module, one for each parameter. Of a parameter ``[E, ., .]`` the first factor ``
 by expert. The second, ``lora_B [out, r·E]``, has r equal parts of its columns, each sorted by expert.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

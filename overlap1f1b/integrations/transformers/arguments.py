@@ -1,7 +1,5 @@
 """Arguments of a trainer beside transformers' ``TrainingArguments``, and the ones of these that it refuses."""
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal

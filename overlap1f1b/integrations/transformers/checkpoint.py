@@ -3,8 +3,6 @@
 A checkpoint may have another layout than the model. transformers' own rules convert it, in both directions.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

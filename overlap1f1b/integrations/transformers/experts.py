@@ -1,7 +1,5 @@
 """A model's own experts: finding them and the layers that hold them, and sharing them between ranks."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """A rank's parameters in place of a model's: what users have put on these goes along, and optimizers of these fail."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from torch import Tensor, nn

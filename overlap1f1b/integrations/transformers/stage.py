@@ -1,7 +1,5 @@
 """Stages of a causal LM: its own layers, called with the arguments from its own forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass

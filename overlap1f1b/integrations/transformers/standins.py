@@ -1,7 +1,5 @@
 """What Trainer's own code gets in place of its accelerator, its dataloader and its model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, Self
