@@ -46,6 +46,7 @@ class SplitLinear(torch.autograd.Function):
         anchor: Tensor,
         add: Callable[[Tensor, Tensor], Tensor | None] | None = None,
     ) -> Tensor:
+        """Multiply as ``F.linear`` does; keep input and weight for the backward, in autocast's dtype."""
         kind, (weight,) = x.device.type, weights
         casts = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64  # which autocast leaves alone
         cast = torch.get_autocast_dtype(kind) if casts else None
@@ -59,6 +60,7 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
+        """Return the gradients of input and bias; put the weight's into the queue."""
         (grad,), (x, weight), needed = grads, ctx.saved_tensors, ctx.needs_input_grad
         (cast, of_x, put, parameter, add), dtype = ctx.held, weight.dtype
 
@@ -98,6 +100,7 @@ class SplitGroupedMM(torch.autograd.Function):
         anchor: Tensor | None,
         eight: EightBits | None,
     ) -> Tensor:
+        """Multiply each expert's rows by its weight; keep the rows if the weight is trained."""
         (weight,) = weights
         dtype = product_dtype(weight)
         ctx.held = counts, put, weight, kernels, eight, dtype, rows.dtype
@@ -109,6 +112,7 @@ class SplitGroupedMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the rows; put the weight's into the queue."""
         (grad,), (rows, weight) = grads, ctx.saved_tensors
         (counts, put, parameter, kernels, eight, of_product, of_rows), dtype = ctx.held, weight.dtype
         main = None if kernels is None else main_grad(parameter)

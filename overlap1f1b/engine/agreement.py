@@ -156,6 +156,7 @@ class CallSizes(Observer):
         self._agreed: set[tuple[int, int, int]] = set()  # stages, blocks, calls
 
     def routed(self, call: ExpertCall) -> None:
+        """Compare the sizes of a call of experts over ranks, once for each call."""
         if call[:3] in self._agreed:
             return
         self._agreed.add(call[:3])

@@ -59,6 +59,7 @@ class Capacity(Observer):
             self._dropped.append(Dropped(where, route.dropped, route.counts, route.send[0], route.room))
 
     def end(self, *, failed: bool) -> None:
+        """Add earlier gradients back; of a step that lost rows on any rank first drop its own, and raise."""
         lost, undo = None, True
         try:
             lost = None if failed else self._lost()

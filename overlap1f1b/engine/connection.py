@@ -260,6 +260,7 @@ class Connection:
             late.cancel()
 
     def _check(self, comparison: Comparison) -> None:
+        """Raise a DifferentCallsError, which names both, if ranks have made different calls."""
         least, most = (divmod(int(number), _RANKS) for number in comparison.extremes("call"))
         if least[0] != most[0]:
             one, other = (f"{_CALLS[call]} on {self.mesh.labels[rank]}" for call, rank in (least, most))

@@ -79,6 +79,7 @@ class FiniteCheck:
         return min(lines)[2] if lines else None
 
     def _of_losses(self) -> list[tuple[int, float, str]]:
+        """Return a line for each loss on the host that is not finite: its step, microbatch and text."""
         lines: list[tuple[int, float, str]] = []
         while self._coming and self._coming[0].copy.mark.is_completed():
             step, microbatches, _, copy = self._coming.pop(0)

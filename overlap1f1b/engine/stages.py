@@ -75,6 +75,7 @@ def _best_split(
 
     @cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """Return the best split of the blocks from ``start`` on into so many stages."""
         if left == 0:
             return 0.0 if start == len(sums) - 1 else math.inf, ()
         found: list[tuple[float, tuple[int, ...]]] = [(math.inf, ())]

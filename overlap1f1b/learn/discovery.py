@@ -96,6 +96,7 @@ class Discovery(Observer):
         return Lookout(self._ranks, self._others, name, note, self._standing.add)
 
     def _note(self, seen: list[Seen], name: str, tensors: Sequence[Tensor], splits: Splits) -> None:
+        """Note an exchange of a microbatch; one without a gradient stays where it stands."""
         by_library = isinstance(splits, LibrarySplits)
         if takes_gradient(tensors):
             seen.append(Seen(splits.send, splits.receive, forms_of(tensors), by_library))

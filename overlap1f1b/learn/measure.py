@@ -74,6 +74,7 @@ class BackToBack:
         expected: Transfer[Tensor] | None = None,
         ready: Mark | None = None,
     ) -> Transfer[Tensor]:
+        """Exchange the rows twice; the result is the second one's."""
         # Both receives are posted before anything is sent: a later announcement would wait behind the rows on the link.
         # Both carry the same rows, so either may fill the announced buffer.
         first = expected or self.real.expect_rows(source, receive, tag)

@@ -58,6 +58,7 @@ class Pooling:
 
 
 def _seen_by_others(plan: Plan, result: StepResult, mesh: Mesh) -> tuple[Mapping[Node, Flown], ...]:
+    """Return what each other rank that shares experts saw of the same exchanges."""
     nodes = [node for node in plan.ranks[mesh.rank("pp")] if node.op in _POOLED]
     flown = result.overlap.causes.flown
     mine = array("d", chain.from_iterable(flown.get(node, Flown(0.0)) for node in nodes))

@@ -201,6 +201,7 @@ class Tuner:
             self.coming[:1] = [Coming(Purpose.WARM)] if self._costs is None else []
 
     def _set(self, plan: Plan, of: Numbered) -> None:
+        """Play a plan for one number of microbatches from now on, which is then not measured or tried."""
         if plan.program != of.program or plan.shapes != self.shapes:
             raise ValueError(
                 f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
@@ -242,6 +243,7 @@ class Tuner:
         self._now = self._numbered(count)
 
     def _numbered(self, count: int) -> Numbered:
+        """Return what is played with a number of microbatches; only those of the last steps are kept."""
         check_size("microbatches", count)  # 2.0 and True would be found, too
         found = self._numbers.pop(count, None) or Numbered(self.planner.program.of(count))
         old = next((number for number, one in self._numbers.items() if not one.is_set), None)

@@ -88,6 +88,7 @@ class MoE(nn.Module):
         use_kernels(self, "auto")  # one choice for all
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return ``[…, H]`` of ``x […, H]``; where ``mask [...]`` is False, tokens go to no expert."""
         check_tokens(x, self.hidden)
         tokens, shape = x.flatten(0, -2), x.shape
         masks = () if mask is None else (flat_mask(mask, x),)

@@ -169,6 +169,7 @@ class Router(nn.Module):
         return self.__dict__ | {"_add_up": None}
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return experts ``[T, K]`` and weights ``[T, K]`` of ``tokens [T, H]``; in training count the load."""
         check_tokens(tokens, self.gate.weight.shape[-1])
         rule, dtype = self.config.rule, tokens.dtype
         if mask is not None:
@@ -190,6 +191,7 @@ class Router(nn.Module):
     def _attach_losses(
         self, weights: Tensor, logits: Tensor, scores: Tensor, indices: Tensor, mask: Tensor | None
     ) -> Tensor:
+        """Let the gradients of the auxiliary losses enter at the weights, which are returned."""
         aux, z = self.config.aux_coefficient, self.config.z_coefficient
         if aux:
             counts = self.kernels(count_choices_, torch.zeros_like(self.load), indices)

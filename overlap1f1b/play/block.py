@@ -543,6 +543,7 @@ class BlockRun:
                     segment.add_root(edge_of(parameter), sums.pop(parameter))
 
     def _finish_backward(self, first: Segment) -> None:
+        """Hand on the gradients of the block's inputs; those of weights wait for their node, or are added now."""
         shape = self.facts.shape
         if self.stretch is not None:
             for block, queue in self.deferred.items():

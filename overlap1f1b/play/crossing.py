@@ -162,6 +162,7 @@ class CrossingMode(TorchFunctionMode):
 
     @staticmethod
     def _look(lookout: Lookout, func: Any, args: Any, kwargs: Any) -> None:
+        """Show the lookout a collective of torch, called in either of its two forms."""
         if getattr(func, "__module__", "") == c10d.__name__:
             every = [*args, *kwargs.values()]
             group = next((value for value in every if isinstance(value, dist.ProcessGroup)), None)
@@ -269,6 +270,7 @@ def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
 
     @wraps(plain)
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        """Run the part under the engine's checkpoint where a forward is suspended, else under torch's."""
         forward = Forward.running()
         part = None if forward is None else forward.handlers.checkpoint
         if part is None or not torch.is_grad_enabled():

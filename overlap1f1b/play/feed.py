@@ -165,6 +165,7 @@ def feed_batch(
     shares = _shares(program, mesh, count_tokens, target_of)
 
     def arguments_of(stage: int, microbatch: int) -> dict[str, Any]:
+        """Return what a stage is given of a microbatch: inputs on the first, target and loss on the last."""
         arguments: dict[str, Any] = {"inputs": part(microbatch)} if stage == 0 else {}
         if stage == last:
             arguments |= {

@@ -183,6 +183,7 @@ class Installation:
         """Return the forward of a linear layer that leaves its weight gradient to the queue in force."""
 
         def forward(input: Tensor) -> Tensor:
+            """Multiply; the weight's gradient goes to the queue, unless the weight is frozen or has another class."""
             weight, bias, queue = linear.weight, linear.bias, self.queue
             # It was frozen since, or has a class with products of its own. Or torch.func has put a tensor in its place,
             # or transforms a call and knows no Function.
@@ -205,6 +206,7 @@ class Installation:
         eight = None if precision is None else EightBits(experts.kernels, precision, keeps=True)  # for this step
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+            """Multiply the rows of each expert; the weight's gradient goes to the queue, if there is one."""
             queue = self.queue
             if has_own_products(weight) or (queue is None and eight is None):
                 return plain(rows, weight, counts)

@@ -271,6 +271,7 @@ class Player:
         self.times.flights.append(segment.flight)
 
     def _launch_exchange(self, turn: Turn) -> None:
+        """Start an exchange of rows or counts in its lane."""
         node, microbatch, times, counts = turn.node, self._microbatches[turn.key], self.times, None
         flying = microbatch.transfers.exchanges[node.kind]
         if times.watch is not None:

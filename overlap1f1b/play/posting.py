@@ -55,6 +55,7 @@ def post(turn: Turn, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
     del rows
 
     def start() -> Transfer[Tensor]:
+        """Send the rows, once their sizes are known, and announce the receive that follows."""
         if counts is not None:
             splits.arrive(counts.wait(), counts.lane.failures)
             counts.note_read()
@@ -68,6 +69,8 @@ def post(turn: Turn, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
 
 
 def _post_counts(splits: Splits, exchange: Exchange, tag: int, announced: Announced) -> Post[Tensor]:
+    """Return what sends the counts of a dispatch."""
+
     def start() -> Transfer[Tensor]:
         counts = splits.counts_to_send
         assert counts is not None

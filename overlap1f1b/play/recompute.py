@@ -191,6 +191,7 @@ class DroppedPart:
         shape = recomputation.installed.cut.shape[recomputation.block]
 
         def save(tensor: Tensor) -> Tensor | None:  # its graph is not walked
+            """Keep a saved tensor of the second forward in the place of the first one's."""
             nonlocal repeats
             if self._is_there(tensor):
                 return tensor

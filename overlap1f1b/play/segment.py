@@ -199,6 +199,7 @@ class LibraryExchange:
         results: list[Any] = []
 
         def run(*sent: Tensor) -> None:
+            """Call the library's function on this stream, in a graph of its own."""
             self._entries = [Entry(tensor) for tensor in sent]
             for tensor in sent:  # a function may keep them for its backward, which frees them on this stream
                 if (gpu := devices.gpu_of(tensor.device)) is not None:

@@ -89,6 +89,7 @@ class Profile:
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
+        """Record the steps of the body, and nothing that was queued before them or is queued after."""
         device = devices.present()
         devices.settle(device)  # the work of earlier steps stays outside
         if self.tool == "torch":
