@@ -211,11 +211,6 @@ class Stage:
                 )
 
     @property
-    def generators(self) -> tuple[torch.Generator, ...]:
-        """Generators of random numbers that a forward may draw from."""
-        return self.draws.generators
-
-    @property
     def sharing(self) -> frozenset[int]:
         """Blocks that share parameters with others."""
         return frozenset(n for n, own in enumerate(self.dense_parameters) if not self.tied.keys().isdisjoint(own))

@@ -38,7 +38,7 @@ from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.host import HostMemory
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.limits import CLOSE_S, LATE_CALL_S
-from overlap1f1b.transport.mesh import DATA, DIMENSIONS, Comparison, Mesh
+from overlap1f1b.transport.mesh import DATA, DIMENSIONS, Comparison, Mesh, check_ranks
 from overlap1f1b.transport.suspension import Forward
 
 Failing = type[BaseException] | tuple[type[BaseException], ...]
@@ -86,7 +86,7 @@ class Connection:
                 | {"experts_over": mesh_.experts_over}
             )
             # 2. Groups of ranks: for exchanges, and for sums of gradients over ranks that hold the same stages.
-            mesh_.check(program)
+            check_ranks(program, mesh_.devices)
             rank = mesh_.rank("pp")
             self.exchange = self._communicators.make_exchange()
             replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
@@ -122,7 +122,7 @@ class Connection:
                 tensor_mesh=tensor_mesh_of(self.stages.values(), mesh_),
             )
             failures = mesh_.failures
-            reduces = Lane("reduce", failures, background=mesh_.on_gloo, stamp=stamp, abort=mesh_.abort)
+            reduces = Lane("reduce", failures, background=mesh_.on_gloo, stamp=stamp, abort=mesh_.own.abort)
             shards = Lane("shards", failures, background=watch is None, stamp=stamp, abort=self.sharding.abort)
             tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
             self.tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, mesh_)

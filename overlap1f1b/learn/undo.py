@@ -43,7 +43,7 @@ class Undo:
         self._restores = [_gradient_of(owner, name) for owner, name in gradients]
         self._restores += [_entries_of(table, seen) for table in chain(own, tables)]
         self._restores += [_shared_entries_of(n, table.values, known) for n, table in found.items() if table.shared]
-        self._restores += _contents_of_all((one for stage in stages for one in stage.generators), seen)
+        self._restores += _contents_of_all((one for stage in stages for one in stage.draws.generators), seen)
         self._context = contextvars.copy_context()
         self._python = random.getstate()
         self._numpy = None if (numpy := sys.modules.get("numpy")) is None else numpy.random.get_state()

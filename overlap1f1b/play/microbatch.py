@@ -197,7 +197,7 @@ class Microbatch:
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
         self.tied: Gradients = {}
         self.transfers = Transfers()
-        self.random = RandomStream(seed, stage.generators)
+        self.random = RandomStream(seed, stage.draws.generators)
         self.memo: dict[object, Any] = {}
         self.runs: dict[int, Any] = {}
 

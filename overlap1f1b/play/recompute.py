@@ -69,7 +69,7 @@ class Point:
         self.mode = forward.with_mode  # whether the forward's function mode is in force behind this place
         self.buffers = stage.inside[recomputation.block].buffers.copies()
         self._requires_grad = [isinstance(value, Tensor) and value.requires_grad for value in values]
-        self._random = RandomStream.here(stage.generators)
+        self._random = RandomStream.here(stage.draws.generators)
 
     @property
     def is_changed(self) -> bool:

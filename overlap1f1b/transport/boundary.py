@@ -156,7 +156,7 @@ class Boundary:
                     two = mesh.new_group(name, pp=(source, to), over=(), ctas=LINK_CTAS, sends=rank == source)
                     assert two is not None
                     payload, number = two, 1 - two.rank()
-                lane = Lane(name, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
+                lane = Lane(name, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.own.abort)
                 links[peer] = _Link(payload, header, lane, number, header_peer)
         self._known: dict[Node, Specs] = {}  # of this step's transfers
         self._of_numbers: dict[int, dict[Node, Specs]] = {}

@@ -81,7 +81,7 @@ class Communicators:
     def __init__(self, owner: object, mesh: Mesh, options: DeviceOptions, exchange: Exchange | None = None) -> None:
         self.mesh, self.options, self._shared = mesh, options, exchange
         self.shares = exchange is not None
-        self._aborts: list[Callable[[], None]] = [mesh.abort]
+        self._aborts: list[Callable[[], None]] = [mesh.own.abort]
         for group in mesh.inner:
             limit(group, mesh.failures.limit)
             self._aborts.append(partial(abort, group))
@@ -116,7 +116,7 @@ class Communicators:
             with self.watched():
                 for exchange in self._own:
                     exchange.warm_up(self._device)
-                self.mesh.warm_up(self._device)
+                self.mesh.own.warm_up(self._device)
                 self.settle(lambda: "the first transfer of each communicator has not ended")
 
     @contextmanager
@@ -191,4 +191,4 @@ class Communicators:
 
 def _end(mesh: Mesh, exchanges: Sequence[CollectiveExchange]) -> None:
     """End the groups on a device at once, whatever other ranks do; groups on gloo end with their last user."""
-    side_by_side([*(exchange.abort for exchange in exchanges), mesh.release])
+    side_by_side([*(exchange.abort for exchange in exchanges), mesh.own.release])

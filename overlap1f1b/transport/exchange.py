@@ -190,14 +190,13 @@ class PeerExchange(Exchange):
         expected: Transfer[Tensor] | None = None,
         *_: Any,
     ) -> Transfer[Tensor]:
-        expected = expected or self.expect_rows(source, receive, tag)
-        return self._send(source.contiguous(), send, expected, receive, tag, self._rows)
+        return self._exchanged(source.contiguous(), send, receive, tag, expected, self._rows)
 
     def counts(
         self, counts: Tensor, tag: int = 0, expected: Transfer[Tensor] | None = None, *_: Any
     ) -> Transfer[Tensor]:
-        expected, ones = expected or self.expect_counts(counts, tag), [1] * self.ranks
-        return self._send(counts.view(self.ranks, -1), ones, expected, ones, tag, self._control)
+        ones = [1] * self.ranks
+        return self._exchanged(counts.view(self.ranks, -1), ones, ones, tag, expected, self._control)
 
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Transfer[Tensor]:
         return self._receive(like, receive, tag, self._rows)
@@ -213,16 +212,17 @@ class PeerExchange(Exchange):
         works = [(up if p < self.rank else down).recv([parts[p]], p, tag) for p in reversed(self.peers) if receive[p]]
         return Transfer(result, works)
 
-    def _send(
+    def _exchanged(
         self,
         source: Tensor,
         send: Sequence[int],
-        expected: Transfer[Tensor],
         receive: Sequence[int],
         tag: int,
+        expected: Transfer[Tensor] | None,
         groups: Sequence[dist.ProcessGroup],
     ) -> Transfer[Tensor]:
         """Send rows to each peer behind posted receives; copy those that stay."""
+        expected = expected or self._receive(source, receive, tag, groups)
         (up, down), parts = groups, source.split(list(send))
         works = [(up if self.rank < p else down).send([parts[p]], p, tag) for p in self.peers if send[p]]
         expected.result.split(list(receive))[self.rank].copy_(parts[self.rank])

@@ -40,19 +40,22 @@ class Groups:
     On gloo they share one thread for their connections. On NCCL a group makes its communicator in its first transfer,
     which blocks the thread until all of its ranks come: :meth:`warm_up` makes all, before the first step.
 
-    Each of these ranks of the default group must make the same ``Groups`` of them in the same order: so they agree on a
+    Each of these ranks of the default group must use the same ``Groups`` of them in the same order: so they agree on a
     ``name``, which no others have, without waiting for each other. ``timeout`` limits every wait, by default as the
     default group's; ``device`` is the type of the device whose tensors the groups carry.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta | None = None, *, device: str = "cpu") -> None:
-        self.timeout, self._kind = timeout, device
-        self.store = dist.distributed_c10d._get_default_store()
-        every = "-".join(map(str, sorted(ranks)))
-        place = every if len(ranks) <= 16 else hashlib.sha256(every.encode()).hexdigest()[:32]
-        number = self.store.add(f"overlap1f1b/made/{place}/{dist.get_rank()}", 1)
-        self.name = f"{place}/{number}"
+        self.timeout, self._kind, self._ranks = timeout, device, sorted(ranks)
         self._made: dict[str, tuple[Group, bool | None]] = {}  # each with `sends`
+
+    @cached_property
+    def name(self) -> str:
+        """Begin of the names of the groups in the default group's store."""
+        every = "-".join(map(str, self._ranks))
+        place = every if len(self._ranks) <= 16 else hashlib.sha256(every.encode()).hexdigest()[:32]
+        number = dist.distributed_c10d._get_default_store().add(f"overlap1f1b/made/{place}/{dist.get_rank()}", 1)
+        return f"{place}/{number}"
 
     @cached_property
     def backend(self) -> str:
@@ -84,7 +87,7 @@ class Groups:
         """
         ranks = sorted(ranks)
         name = f"overlap1f1b/{self.name}/{purpose}/{'-'.join(map(str, ranks))}/"
-        store = dist.distributed_c10d.PrefixStore(name, self.store)
+        store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
         rank = ranks.index(dist.get_rank())
         if not gloo and self.backend != "gloo":
             group = self._on_device(store, rank, ranks, name, ctas)

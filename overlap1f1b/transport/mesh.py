@@ -51,6 +51,7 @@ class Mesh:
         token_ranks: Number of ranks with different tokens at the experts: a tensor group's count if they share experts.
         expert_slice: Number of this rank in the group of ranks that share the experts, and the group's size.
         expert_copies: Dimensions with different data whose ranks hold the same experts.
+        own: What makes the groups of this mesh, all of which end together.
         inner: Groups over which blocks may communicate: the mesh's own along "cp" and "tp".
         failures: Record of failures, shared by these ranks, with the limit of every wait for one of them.
 
@@ -100,21 +101,17 @@ class Mesh:
         self.expert_slice = (0, 1) if shared is None else (shared.rank(), shared.size())
         self.expert_copies = tuple(name for name in DATA if name not in experts_over)
         self.inner = [group for name in ("cp", "tp") if (group := self.group(name)) is not None]
-        self._own: Groups | None = None
-        self.failures = Failures(limit=limit)
-        if self.several:
-            self._own = Groups(list(self.labels), limit, device=self.device_type)
-            self.failures = Failures(self._own.name, self.labels, limit=limit)
-            self.failures.meet()
+        self.own = Groups(list(self.labels), limit, device=self.device_type)
+        self.failures = Failures(self.own.name if self.several else None, self.labels, limit=limit)
+        self.failures.meet()
         self._control = self._comparing("control")
 
     def _comparing(self, purpose: str) -> dict[Dimension, Group]:
         """Return a new group along each dimension of several ranks, on gloo whatever the device, to compare values."""
         made: dict[Dimension, Group] = {}
         for name in self._groups:
-            assert self._own is not None
             with _naming(name):
-                made[name] = self._own.new(self.along(name), f"{purpose} {name}", gloo=True)
+                made[name] = self.own.new(self.along(name), f"{purpose} {name}", gloo=True)
         return made
 
     def _exchanging(self) -> Group | None:
@@ -136,15 +133,6 @@ class Mesh:
     def device(self) -> torch.device:
         """This rank's device, of the type that the mesh has."""
         return torch.empty(0, device=self.device_type).device
-
-    def abort(self) -> None:
-        """End every transfer on gloo groups of this mesh, on its other ranks too."""
-        if self._own is not None:
-            self._own.abort()
-
-    def check(self, program: Program) -> None:
-        """Raise ValueError if the program has another number of pipeline ranks than the mesh."""
-        check_ranks(program, self.devices)
 
     def group(self, dimension: Dimension) -> Group | None:
         """Return the group of this rank along a dimension; None for one rank."""
@@ -175,7 +163,7 @@ class Mesh:
         ``options`` go to :meth:`Groups.new`.
         """
         ranks = self.ranks(pp=pp, over=over)
-        return self._own.new(ranks, purpose, **options) if self._own is not None and len(ranks) > 1 else None
+        return self.own.new(ranks, purpose, **options) if len(ranks) > 1 else None
 
     def beside(self, purpose: str) -> Mesh:
         """Return this mesh with groups of its own to compare values, for a thread beside this one.
@@ -187,22 +175,11 @@ class Mesh:
             other._control = self._comparing(purpose)
         return self._beside[purpose]
 
-    def warm_up(self, device: torch.device) -> None:
-        """Make the communicators of all groups of this mesh, see :meth:`Groups.warm_up`."""
-        if self._own is not None:
-            self._own.warm_up(device)
-
     def close(self) -> None:
         """End all groups of this mesh; no other method may be called any more."""
         self._control.clear()
         self._beside.clear()
-        if self._own is not None:
-            self._own.close()
-
-    def release(self) -> None:
-        """End the groups of this mesh on a device at once, whatever other ranks do."""
-        if self._own is not None:
-            self._own.release()
+        self.own.close()
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if a group has no or another backend for a device, or the default group is another's."""

@@ -293,13 +293,25 @@ def _settings_of(kind: str) -> tuple[Sequence[Callable[[], Any]], Sequence[Calla
     return shown, put
 
 
-_FIXED_SHOWN = (
-    torch.is_inference_mode_enabled,
-    _C._are_functorch_transforms_active,
-    _autograd._saved_tensors_hooks_is_enabled,
-    _C._is_torch_function_enabled,
+_FP8, _OLDER_FP8 = "transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"
+
+
+def _computes_in_fp8() -> bool:
+    """Return whether TransformerEngine, where it is there, computes in eight bits: state of a class, of no thread."""
+    modules = sys.modules
+    module = modules.get(_FP8) or modules.get(_OLDER_FP8)
+    return module is not None and bool(module.FP8GlobalStateManager.is_fp8_enabled())
+
+
+_FIXED, _FIXED_SHOWN = zip(
+    ("inference_mode", torch.is_inference_mode_enabled),
+    ("a functorch transform", _C._are_functorch_transforms_active),
+    ("disable_saved_tensors_hooks", _autograd._saved_tensors_hooks_is_enabled),
+    ("DisableTorchFunctionSubclass", _C._is_torch_function_enabled),
+    ("TransformerEngine's fp8_autocast", _computes_in_fp8),
+    strict=True,
 )
-"""What shows the first of :data:`_FIXED`."""
+"""State that cannot be changed inside a running forward, and what shows each; so is the stream of a device."""
 
 
 class ThreadState(NamedTuple):
@@ -318,7 +330,7 @@ class ThreadState(NamedTuple):
     settings: list[Any]
     """Of each of :func:`_settings_of` this kind."""
     fixed: tuple[object, ...]
-    """State that cannot be changed inside a running forward, of each of :data:`_FIXED`."""
+    """Of each of :data:`_FIXED`, and the device's stream."""
 
     @classmethod
     def capture(cls, device: torch.device) -> ThreadState:
@@ -331,7 +343,7 @@ class ThreadState(NamedTuple):
             tuple(_get_current_dispatch_mode_stack()) if _C._len_torch_dispatch_stack() else (),
             kind,
             [*map(call, _settings_of(kind)[0])],
-            (*map(call, _FIXED_SHOWN), _computes_in_fp8(), None if gpu is None else gpu.current_stream(device)),
+            (*map(call, _FIXED_SHOWN), None if gpu is None else gpu.current_stream(device)),
         )
 
     @property
@@ -348,7 +360,8 @@ class ThreadState(NamedTuple):
             _C._set_grad_enabled(self.grad)
             return
         if self.fixed != now.fixed:
-            what = next(what for what, a, b in zip(_FIXED, self.fixed, now.fixed, strict=True) if a != b)
+            names = *_FIXED, "another stream of the device"
+            what = next(what for what, a, b in zip(names, self.fixed, now.fixed, strict=True) if a != b)
             raise ValueError(
                 f"{name} exchanges rows inside {what}, which cannot be carried over a suspended forward; "
                 "allowed around exchanges: no_grad, autocast, saved-tensor hooks, function and dispatch modes"
@@ -364,7 +377,10 @@ class ThreadState(NamedTuple):
         if self.settings != now.settings:
             self._swap_settings(now)
         if self.dispatch_modes != now.dispatch_modes:
-            self._swap_dispatch_modes(now)
+            for _ in now.dispatch_modes:
+                _C._pop_torch_dispatch_stack(None)
+            for mode in self.dispatch_modes:
+                _C._push_on_torch_dispatch_stack(mode)
         for mode in self.function_modes:
             _C._push_on_torch_function_stack(mode)
 
@@ -372,12 +388,6 @@ class ThreadState(NamedTuple):
         for put, wanted, found in zip(_settings_of(self.kind)[1], self.settings, now.settings, strict=True):
             if wanted != found:
                 put(wanted)
-
-    def _swap_dispatch_modes(self, now: ThreadState) -> None:
-        for _ in now.dispatch_modes:
-            _C._pop_torch_dispatch_stack(None)
-        for mode in self.dispatch_modes:
-            _C._push_on_torch_dispatch_stack(mode)
 
     @contextmanager
     def applied(self, name: str, device: torch.device) -> Iterator[None]:
@@ -408,26 +418,6 @@ class KeepsThreadState:
     def __exit__(self, *_: object) -> None:
         now = ThreadState.capture(self.device)
         self.state._replace(fixed=now.fixed).restore(now, "a step")
-
-
-_FIXED = (
-    "inference_mode",
-    "a functorch transform",
-    "disable_saved_tensors_hooks",
-    "DisableTorchFunctionSubclass",
-    "TransformerEngine's fp8_autocast",
-    "another stream of the device",
-)
-
-
-_FP8, _OLDER_FP8 = "transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"
-
-
-def _computes_in_fp8() -> bool:
-    """Return whether TransformerEngine, where it is there, computes in eight bits: state of a class, of no thread."""
-    modules = sys.modules
-    module = modules.get(_FP8) or modules.get(_OLDER_FP8)
-    return module is not None and bool(module.FP8GlobalStateManager.is_fp8_enabled())
 
 
 def _saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:

@@ -549,7 +549,7 @@ def _note_turn(_: Player, turn: Any) -> None:
 
 def _note_meeting(mesh: Any, dimension: str, *_: Any) -> None:
     if mesh._control.get(dimension) is not None:
-        key = (mesh._own.name, tuple(mesh.along(dimension)))
+        key = (mesh.own.name, tuple(mesh.along(dimension)))
         here().write("meet", (key, next(here().counts[key])), mesh.size(dimension))
 
 

@@ -90,7 +90,7 @@ class Case:
         if self.how == "raises":
             raise ValueError("bad weather")
         if self.how == "dies" and engine:  # its connections close, and it leaves no word
-            engine[0].mesh.abort()
+            engine[0].mesh.own.abort()
         here().world.lose(FAILING)
         self.ended.wait(60)
         raise Stopped
