@@ -153,7 +153,7 @@ def check(declared: Declared, function: type, args: Sequence[Any], result: Any, 
     }
     if wrong := [what for what, is_right in checked.items() if not is_right]:
         raise ValueError(f"{name} its call shows another {', '.join(wrong)}; allowed: {allowed}")
-    if not needs_gradient(rows):
+    if not rows.requires_grad:
         return
     at = sum(isinstance(arg, Tensor) for arg in args[: declared.tensor])  # a node has gradients of tensors alone
 
@@ -208,12 +208,6 @@ def undeclared(function: type) -> str:
         f"overlap1f1b.exchange, or, if it is an all-to-all and no more, overlap1f1b.declare({function.__name__}, "
         f"tensor=?, send=?, receive=?, group=?) with positions in {_signature(function)}"
     )
-
-
-def needs_gradient(value: Any) -> bool:
-    """Return whether a value is a tensor that requires a gradient, or holds one."""
-    parts = value if isinstance(value, tuple | list) else (value,)
-    return any(isinstance(part, Tensor) and part.requires_grad for part in parts)
 
 
 def sizes_of(sizes: Any) -> Any:

@@ -231,9 +231,8 @@ def _of_class(kind: type, found: dict[int, Table]) -> Iterator[tuple[Any, str]]:
         if isinstance(value, type):
             yield from [(value, "")] if value.__module__ == kind.__module__ else []
         elif not _is_pythons(own) and may_hold(value) and not isinstance(value, nn.Module | dict | list | tuple):
-            _add_attributes(
-                value, f"{own} of {name}", found, shared=True
-            )  # and nothing in it: a script's globals hold everything
+            # And nothing in it: a script's globals hold everything.
+            _add_attributes(value, f"{own} of {name}", found, shared=True)
 
 
 def may_hold(value: Any) -> bool:

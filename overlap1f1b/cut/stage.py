@@ -138,25 +138,22 @@ class Stage:
         self._find_parameters()
         self.inside = [Inside.of(block, self.tied.keys()) for block in self.blocks]
         """What is inside each block."""
-        self.shape: StageShape = tuple(
-            BlockShape(
-                expert_calls=len(self.experts_of(index)),
-                split=bool(self.inside[index].apart) or options_of(block).delays,
-                reduced=bool(
-                    (reduce_dense and self.dense_parameters_of(index))
-                    or (reduce_experts and self.expert_parameters_of(index))
-                    or any(isinstance(p, DTensor) for p in self._complete(index) + self.expert_parameters_of(index))
-                ),
-                recompute=parse_recompute("none" if options_of(block).keeps else recompute),
-                parts=parts if self.experts_of(index) else 1,
-                experts_split=not self.experts_of(index)
-                or any(
-                    p.requires_grad and not has_own_products(p) for m in self.experts_of(index) for p in m.weights()
-                ),
+        shapes = []
+        for index, block in enumerate(self.blocks):
+            options, experts, own = options_of(block), self.experts_of(index), self.expert_parameters_of(index)
+            whole = any(isinstance(p, DTensor) for p in self._complete(index) + own)
+            weights = [p for module in experts for p in module.weights()]
+            shape = BlockShape(
+                expert_calls=len(experts),
+                split=bool(self.inside[index].apart) or options.delays,
+                reduced=bool((reduce_dense and self.dense_parameters_of(index)) or (reduce_experts and own) or whole),
+                recompute=parse_recompute("none" if options.keeps else recompute),
+                parts=parts if experts else 1,
+                experts_split=not experts or any(p.requires_grad and not has_own_products(p) for p in weights),
                 gathered=index in gathered,
             )
-            for index, block in enumerate(self.blocks)
-        )
+            shapes.append(shape)
+        self.shape: StageShape = tuple(shapes)
         """Shapes of the blocks in the first step; those of later steps follow from it, see :meth:`shaped`."""
         self.draws = Draws(self.blocks, generators_of(self.device))
         self._cuts: dict[StageShape, Cut] = {}
@@ -165,11 +162,6 @@ class Stage:
         """Exchanges that blocks make by themselves, as the first step has shown."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the inputs of the first block, if it has any."""
-        return options_of(self.blocks[0]).input_names
 
     def _find_parameters(self) -> None:
         """Divide the parameters of each block into those of experts and the rest, and note which are tied."""
@@ -248,12 +240,11 @@ class Stage:
 
     def shaped(self, shape: StageShape, mode: Recompute, parts: int) -> StageShape:
         """Return shapes of blocks that drop the activations of a mode, as far as they can, and cut calls."""
-        return tuple(
-            before.dropping("none" if options_of(block).keeps else mode)._replace(
-                parts=parts if before.expert_calls else before.parts
-            )
-            for block, before in zip(self.blocks, shape, strict=True)
-        )
+        shapes = []
+        for block, before in zip(self.blocks, shape, strict=True):
+            dropping = before.dropping("none" if options_of(block).keeps else mode)
+            shapes.append(dropping._replace(parts=parts) if before.expert_calls else dropping)
+        return tuple(shapes)
 
     def dense_parameters_of(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 
@@ -29,13 +31,9 @@ class ParameterUses:
         """Whether the block has run forward."""
         return "forward" in self._shown
 
-    def note_forward(self) -> None:
-        """Note that the block has run a whole forward."""
-        self._shown.add("forward")
-
-    def note_outside(self) -> None:
-        """Note that the block has used a tensor, with its graph, of another block or microbatch."""
-        self._shown.add("outside")
+    def note(self, what: Literal["forward", "outside"]) -> None:
+        """Note a whole forward, or the use of a tensor, with its graph, of another block or microbatch."""
+        self._shown.add(what)
 
     @property
     def plain(self) -> bool:

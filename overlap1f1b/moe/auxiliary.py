@@ -49,9 +49,8 @@ def attach_balance(
     if mask is None:
         # Times a tensor without dimensions, in the dtype of the result, so that nothing else is launched.
         factor = scale * E / (max(T * K, 1) * max(T, 1))
-        return _Attach.apply(
-            weights, probabilities, counts, torch.full((), factor, dtype=probabilities.dtype, device="cpu")
-        )
+        whole = torch.full((), factor, dtype=probabilities.dtype, device="cpu")
+        return _Attach.apply(weights, probabilities, counts, whole)
     tokens = _number_of(mask).double()
     factors = counts, (scale * E / (tokens * K * tokens)).to(probabilities.dtype), mask.unsqueeze(1)
     return _Attach.apply(weights, probabilities, *factors)

@@ -301,7 +301,7 @@ class BlockRun:
             if not self.installed.began <= node._sequence_nr() < segment.start or is_walked_often(node):
                 continue
             if node._sequence_nr() < first:
-                self.facts.uses.note_outside()
+                self.facts.uses.note("outside")
                 warnings.warn(
                     f"{self._self_or_loss} uses a tensor of {node.name()} that another "
                     "block or microbatch has left in an attribute, a list or the like, with its graph: losses and "
@@ -345,7 +345,7 @@ class BlockRun:
             self._close(segment)
             if self.learns:
                 self._check_graph(segment, [out and out.edge for out in segment.outs])
-                self.facts.uses.note_forward()
+                self.facts.uses.note("forward")
         passed = tuple(map(Tensor.detach, outs))
         if is_last:
             microbatch.end_forward(passed, requires_grad)

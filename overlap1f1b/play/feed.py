@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from overlap1f1b.cut.blocks import options_of
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan.turn import MicrobatchKey
 from overlap1f1b.play.install import Installation
@@ -156,7 +157,8 @@ def feed_batch(
     """
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
-    part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing
+    names = options_of(stages[0].blocks[0]).input_names if 0 in stages else ()
+    part = split_batch(inputs, count, "inputs", names) if 0 in stages else _nothing
     if last in stages and loss_fn is None:
         raise ValueError("no loss_fn on a rank with the last stage; allowed: one, or a feed that has its own")
     target_of = split_batch(target, count, "target") if last in stages else _nothing

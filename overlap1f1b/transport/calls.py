@@ -134,10 +134,9 @@ def _there(rows: Tensor, splits: Splits, exchange: Exchange) -> Tensor:
 
 
 def _exchanged(rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
-    # Rows that stay where they are may be changed in place, as the result of a Function that was given them may not.
-    received: Tensor = (
-        rows if isinstance(exchange, LocalExchange) else ExchangedRows.apply(rows, exchange, send, receive)
-    )
+    if isinstance(exchange, LocalExchange):  # may be changed in place, as a Function's result that it was given may not
+        return rows
+    received: Tensor = ExchangedRows.apply(rows, exchange, send, receive)
     return received
 
 
@@ -217,6 +216,7 @@ def splits_of(rows: int, send: Sequence[int] | None, receive: Sequence[int] | No
 
 
 def _sizes(value: Sequence[int] | None, name: str, rows: int, ranks: int) -> list[int]:
+    """Return rows for each rank: those that are given, or equal parts."""
     if value is None:
         if rows % ranks:
             raise ValueError(f"{name}=None for {rows} rows and {ranks} ranks; allowed: a multiple, or sizes")

@@ -307,10 +307,8 @@ class CollectiveExchange(Exchange):
         if not self._streams:
             rows = side_stream(tensor.device, "rows")
             # A CPU has one thread for both, since they may share a group, whose collectives have one order.
-            self._streams = (
-                rows,
-                rows if devices.gpu_of(tensor.device) is None else side_stream(tensor.device, "counts"),
-            )
+            counts = rows if devices.gpu_of(tensor.device) is None else side_stream(tensor.device, "counts")
+            self._streams = rows, counts
         return self._streams
 
 

@@ -230,8 +230,7 @@ class Lane:
         stamp: Callable[[], Any] | None = None,
         abort: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.failures, self.background = name, failures, background
-        self.stamp = stamp
+        self.name, self.failures, self.background, self.stamp = name, failures, background, stamp
         self.listener: FlightListener | None = None
         self._crew = _Crew(failures, abort)
         self.close = weakref.finalize(self, self._crew.dismiss)

@@ -105,9 +105,8 @@ class LoopbackExchange(Exchange):
         self._buffers.rotate(-1)
         buffer.fit(source)
         size = max(-(-len(source) // CHUNKS), LEAST_BYTES)
-        chunks = list(
-            zip(buffer.memory[: len(source)].split(size), source.split(size), result.split(size), strict=True)
-        )
+        memory = buffer.memory[: len(source)]
+        chunks = list(zip(*(part.split(size) for part in (memory, source, result)), strict=True))
         event = devices.gpu_of(self.device).Event
         full = [event() for _ in chunks]
 

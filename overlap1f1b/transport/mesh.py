@@ -312,11 +312,7 @@ class Comparison:
         if not self._groups:
             return set()
         lines = self._lines()
-        found = (
-            torch.stack([(line != self._own).any(dim=0) for line in (self._own, *lines.values())])
-            .any(dim=0)
-            .to(torch.uint8)
-        )
+        found = torch.stack([(line != self._own).any(dim=0) for line in lines.values()]).any(dim=0).to(torch.uint8)
         # One dimension after the other: otherwise a rank would not learn of a difference elsewhere.
         for name in () if here or len(lines) < 2 else self._groups:
             with _naming(name):

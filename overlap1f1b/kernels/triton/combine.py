@@ -82,12 +82,8 @@ def _sum(
         place = tl.load(inverse + row * M + m, mask=here, other=-1)
         there = place >= 0
         # A row is read only once, so it should not fill the cache.
-        value = tl.load(
-            rows + place[:, None] * STRIDE + column[None, :],
-            mask=there[:, None] & across,
-            other=0.0,
-            eviction_policy="evict_first",
-        ).to(tl.float32)
+        inside, read = there[:, None] & across, rows + place[:, None] * STRIDE + column[None, :]
+        value = tl.load(read, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + place, mask=there, other=0.0).to(tl.float32)[:, None]
         total += value
@@ -106,9 +102,8 @@ def _sum(
         tl.store(carried, values, mask=here[:, None] & (choice < M)[None, :])
         lane = tl.arange(0, WIDE_LANES)
         nothing = tl.zeros([BR, WIDE_LANES], dtype=tl.int16)
-        tl.store(
-            between + row[:, None] * LANE_STRIDE + lane[None, :], nothing, mask=here[:, None] & (lane < LANES)[None, :]
-        )
+        cleared = between + row[:, None] * LANE_STRIDE + lane[None, :]
+        tl.store(cleared, nothing, mask=here[:, None] & (lane < LANES)[None, :])
 
 
 @kernel("spots")

@@ -66,12 +66,9 @@ def _pack(
             number = (expert % LOCAL + 1).to(tl.int16)
             numbers = tl.where(mine[:, None] & (place[:, None] == lane[None, :]), number[:, None], numbers)
             values = tl.where(mine[:, None] & (place[:, None] == choice[None, :]), weight[:, None], values)
-        tl.store(
-            chosen + row[:, None] * LANE_STRIDE + lane[None, :], numbers, mask=here[:, None] & (lane < LANES)[None, :]
-        )
-        tl.store(
-            factors + row[:, None] * FACTOR_STRIDE + choice[None, :], values, mask=here[:, None] & (choice < M)[None, :]
-        )
+        lanes, choices = here[:, None] & (lane < LANES)[None, :], here[:, None] & (choice < M)[None, :]
+        tl.store(chosen + row[:, None] * LANE_STRIDE + lane[None, :], numbers, mask=lanes)
+        tl.store(factors + row[:, None] * FACTOR_STRIDE + choice[None, :], values, mask=choices)
 
 
 def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, padded: bool) -> tuple[Tensor, Tensor]:
@@ -110,9 +107,8 @@ def _spread(rows, weights, inverse, out, factors, R, H, STRIDE, FACTOR_STRIDE, M
     here = row < R
     inside = here[:, None] & (column < H)[None, :]
     # A row is read only once: the cache is left to the written rows, which a product reads next.
-    value = tl.load(
-        rows + row[:, None] * STRIDE + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
-    )
+    read = rows + row[:, None] * STRIDE + column[None, :]
+    value = tl.load(read, mask=inside, other=0.0, eviction_policy="evict_first")
     for m in tl.static_range(M):
         place = tl.load(inverse + row * M + m, mask=here, other=-1)
         there = place >= 0

@@ -69,9 +69,8 @@ def _backward(grad, gate_up, weights, count, grads, grad_weights, R, SIZE, WEIGH
         across = (column < SIZE)[None, :]
         inside = real[:, None] & across
         place = row[:, None] * (2 * SIZE) + column[None, :]
-        g = tl.load(
-            grad + row[:, None] * SIZE + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
-        ).to(tl.float32)
+        of_row = grad + row[:, None] * SIZE + column[None, :]
+        g = tl.load(of_row, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gate = tl.load(gate_up + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         up = tl.load(gate_up + place + SIZE, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         sigmoid = tl.sigmoid(gate)
