@@ -17,7 +17,7 @@ from overlap1f1b.kernels.fp8 import FITS, Precision, check_device
 from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, KnownRows, multiplied
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route
-from overlap1f1b.moe.router import check_factory
+from overlap1f1b.moe.router import Device, check_factory
 from overlap1f1b.schedule.values import check_number, check_size, checked, quoted
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
@@ -220,7 +220,7 @@ class GroupedExperts(Experts):
         precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
     ) -> None:
         super().__init__()
         check_size("hidden", hidden)

@@ -12,7 +12,7 @@ from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.fp8 import Precision
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
-from overlap1f1b.moe.router import Router, RouterConfig, blanked, check_factory, check_tokens, flat_mask
+from overlap1f1b.moe.router import Device, Router, RouterConfig, blanked, check_factory, check_tokens, flat_mask
 from overlap1f1b.schedule.values import check_size, checked
 
 
@@ -21,12 +21,7 @@ class SwiGLU(nn.Module):
 
     @checked
     def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | int | None = None,
+        self, hidden: int, intermediate: int, *, dtype: torch.dtype | None = None, device: Device = None
     ) -> None:
         super().__init__()
         check_size("hidden", hidden)
@@ -76,7 +71,7 @@ class MoE(nn.Module):
         precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
     ) -> None:
         super().__init__()
         check_size("shared_intermediate", shared_intermediate, 0)

@@ -19,6 +19,8 @@ from overlap1f1b.moe.auxiliary import attach, attach_balance, z_loss
 from overlap1f1b.schedule.values import check_kind, check_number, check_size, checked, quoted, shortened
 
 Score = Literal["softmax", "sigmoid"]
+Device = torch.device | str | int | None
+"""Where parameters are made; None for torch's own choice."""
 
 
 @checked
@@ -87,7 +89,7 @@ def check_tokens(tokens: object, hidden: int) -> None:
         raise ValueError(f"tokens {tokens.dtype} {[*tokens.shape]}; allowed: floating [..., {hidden}]")
 
 
-def check_factory(dtype: torch.dtype | None, device: torch.device | str | int | None) -> None:
+def check_factory(dtype: torch.dtype | None, device: Device) -> None:
     """Raise ``ValueError`` for a dtype that no trained parameter has, or a device that torch cannot use."""
     check_kind("dtype", dtype, torch.dtype, None)
     if dtype is not None and not dtype.is_floating_point:
@@ -140,12 +142,7 @@ class Router(nn.Module):
 
     @checked
     def __init__(
-        self,
-        hidden: int,
-        config: RouterConfig,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | int | None = None,
+        self, hidden: int, config: RouterConfig, *, dtype: torch.dtype | None = None, device: Device = None
     ) -> None:
         super().__init__()
         check_size("hidden", hidden)

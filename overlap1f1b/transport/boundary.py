@@ -126,13 +126,7 @@ class Boundary:
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        placement: Placement,
-        *,
-        device: torch.device,
-        dynamic: bool = False,
-        tensor_mesh: DeviceMesh | None = None,
+        self, mesh: Mesh, placement: Placement, *, device: torch.device, dynamic: bool, tensor_mesh: DeviceMesh | None
     ) -> None:
         self.mesh, self.tensor_mesh = mesh, tensor_mesh
         self._watch = watch_of(device)

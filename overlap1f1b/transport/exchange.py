@@ -20,7 +20,7 @@ from torch import Tensor
 from overlap1f1b.schedule.values import check_kind
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.budget import DEFAULT_CTAS
-from overlap1f1b.transport.groups import Groups, abort, backend_of, close, side_by_side
+from overlap1f1b.transport.groups import Group, Groups, abort, backend_of, close, side_by_side
 from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
 
 T_co = TypeVar("T_co", covariant=True)
@@ -79,7 +79,10 @@ def _wait(works: Sequence[dist.Work], timeout: timedelta | None) -> None:
         work.wait(timeout) if timeout is not None else work.wait()
 
 
-_EQUAL: tuple[list[int], list[int]] = ([], [])
+Sizes = Sequence[int]
+"""Rows to or from each rank."""
+_Sides = tuple[list[int], list[int]]  # rows from each rank, and to each
+_EQUAL: _Sides = ([], [])
 """Sizes of a collective with equal parts."""
 
 
@@ -104,8 +107,8 @@ class Exchange(Protocol):
     def rows(
         self,
         source: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
+        send: Sizes,
+        receive: Sizes,
         tag: int = 0,
         expected: Transfer[Tensor] | None = None,
         ready: Mark | None = None,
@@ -134,7 +137,7 @@ class Exchange(Protocol):
         """
         return None
 
-    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int, /) -> Transfer[Tensor] | None:
+    def expect_rows(self, like: Tensor, receive: Sizes, tag: int, /) -> Transfer[Tensor] | None:
         """Post the receive of the ``rows`` of this tag, with width and dtype of ``like``; None if it gains nothing.
 
         A peer that is ahead can then send at once, and drift between ranks costs no time on the wire.
@@ -169,7 +172,7 @@ class PeerExchange(Exchange):
 
     background = True
 
-    def __init__(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]) -> None:
+    def __init__(self, groups: tuple[Group, Group, Group]) -> None:
         self._groups = groups
         self._rows, self._control = groups[:2], (groups[2], groups[2])
         self.ranks, self.rank = groups[0].size(), groups[0].rank()
@@ -182,13 +185,7 @@ class PeerExchange(Exchange):
                 abort(group)
 
     def rows(
-        self,
-        source: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        tag: int = 0,
-        expected: Transfer[Tensor] | None = None,
-        *_: Any,
+        self, source: Tensor, send: Sizes, receive: Sizes, tag: int = 0, expected: Any = None, *_: Any
     ) -> Transfer[Tensor]:
         return self._exchanged(source.contiguous(), send, receive, tag, expected, self._rows)
 
@@ -198,35 +195,27 @@ class PeerExchange(Exchange):
         ones = [1] * self.ranks
         return self._exchanged(counts.view(self.ranks, -1), ones, ones, tag, expected, self._control)
 
-    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Transfer[Tensor]:
+    def expect_rows(self, like: Tensor, receive: Sizes, tag: int) -> Transfer[Tensor]:
         return self._receive(like, receive, tag, self._rows)
 
     def expect_counts(self, like: Tensor, tag: int) -> Transfer[Tensor]:
         return self._receive(like.view(self.ranks, -1), [1] * self.ranks, tag, self._control)
 
-    def _receive(
-        self, like: Tensor, receive: Sequence[int], tag: int, groups: Sequence[dist.ProcessGroup]
-    ) -> Transfer[Tensor]:
+    def _receive(self, like: Tensor, receive: Sizes, tag: int, groups: Sequence[Group]) -> Transfer[Tensor]:
         (up, down), result = groups, like.new_empty((sum(receive), *like.shape[1:]))
         parts = result.split(list(receive))
         works = [(up if p < self.rank else down).recv([parts[p]], p, tag) for p in reversed(self.peers) if receive[p]]
         return Transfer(result, works)
 
     def _exchanged(
-        self,
-        source: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        tag: int,
-        expected: Transfer[Tensor] | None,
-        groups: Sequence[dist.ProcessGroup],
+        self, source: Tensor, send: Sizes, receive: Sizes, tag: int, expected: Any, groups: Sequence[Group]
     ) -> Transfer[Tensor]:
         """Send rows to each peer behind posted receives; copy those that stay."""
-        expected = expected or self._receive(source, receive, tag, groups)
+        posted: Transfer[Tensor] = expected or self._receive(source, receive, tag, groups)
         (up, down), parts = groups, source.split(list(send))
         works = [(up if self.rank < p else down).send([parts[p]], p, tag) for p in self.peers if send[p]]
-        expected.result.split(list(receive))[self.rank].copy_(parts[self.rank])
-        return Transfer(expected.result, expected.receives, works, source, sent=source.nbytes - parts[self.rank].nbytes)
+        posted.result.split(list(receive))[self.rank].copy_(parts[self.rank])
+        return Transfer(posted.result, posted.receives, works, source, sent=source.nbytes - parts[self.rank].nbytes)
 
 
 class CollectiveExchange(Exchange):
@@ -237,7 +226,7 @@ class CollectiveExchange(Exchange):
     of the counts has a queue of its own; a transfer may occupy ``sms`` multiprocessors, see :func:`own_exchange`.
     """
 
-    def __init__(self, rows_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, sms: int = 0) -> None:
+    def __init__(self, rows_group: Group, counts_group: Group, sms: int = 0) -> None:
         self._groups, self.sms = (rows_group, counts_group), sms
         self._streams: tuple[SideStream, ...] = ()
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
@@ -257,13 +246,7 @@ class CollectiveExchange(Exchange):
             close(group)
 
     def rows(
-        self,
-        source: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        tag: int = 0,
-        expected: Transfer[Tensor] | None = None,
-        ready: Mark | None = None,
+        self, source: Tensor, send: Sizes, receive: Sizes, tag: int = 0, expected: Any = None, ready: Mark | None = None
     ) -> Transfer[Tensor]:
         if not source.is_contiguous():  # compute copies it
             source, ready = source.contiguous(), None
@@ -287,12 +270,7 @@ class CollectiveExchange(Exchange):
         return Transfer(result, source=source, mark=host.mark, host=host, sent=source[1:].nbytes)
 
     def _launched(
-        self,
-        lane: int,
-        splits: tuple[list[int], list[int]],
-        result: Tensor,
-        source: Tensor,
-        after: tuple[Mark] | None = None,
+        self, lane: int, splits: _Sides, result: Tensor, source: Tensor, after: tuple[Mark] | None = None
     ) -> Transfer[Tensor]:
         """Launch a collective of rows, 0, or of counts, 1, on its stream."""
         exchange = partial(_all_to_all, group=self._groups[lane], splits=splits)
@@ -312,7 +290,7 @@ class CollectiveExchange(Exchange):
         return self._streams
 
 
-def _all_to_all(result: Tensor, source: Tensor, group: dist.ProcessGroup, splits: tuple[list[int], list[int]]) -> None:
+def _all_to_all(result: Tensor, source: Tensor, group: Group, splits: _Sides) -> None:
     """Call a group as ``torch.distributed.all_to_all_single`` does, on the current stream.
 
     ``splits`` are the rows from each rank and the rows to each rank, or :data:`_EQUAL`.
@@ -328,7 +306,7 @@ def _all_to_all(result: Tensor, source: Tensor, group: dist.ProcessGroup, splits
         work.wait()
 
 
-def build_exchange(group: dist.ProcessGroup | None, *, device: str | None = None) -> Exchange:
+def build_exchange(group: Group | None, *, device: str | None = None) -> Exchange:
     """Return the exchange that suits a group: local for one rank, None; peer to peer on gloo; a collective on NCCL.
 
     All transfers share the group. ``device`` is the type whose tensors travel, by default a GPU's if there is one and
@@ -343,11 +321,7 @@ def build_exchange(group: dist.ProcessGroup | None, *, device: str | None = None
 
 
 def own_exchange(
-    group: dist.ProcessGroup | None,
-    ctas: int = DEFAULT_CTAS,
-    *,
-    limit: timedelta | None = None,
-    device: str | None = None,
+    group: Group | None, ctas: int = DEFAULT_CTAS, *, limit: timedelta | None = None, device: str | None = None
 ) -> Exchange:
     """Return the exchange that suits a group, over new groups of its ranks, all of which must call this.
 
@@ -365,7 +339,7 @@ def own_exchange(
     return CollectiveExchange(groups.new(ranks, "rows", ctas=ctas), groups.new(ranks, "counts", ctas=1), sms=ctas)
 
 
-def _carried_by(group: dist.ProcessGroup) -> str:
+def _carried_by(group: Group) -> str:
     """Return the type of the device whose tensors a group is for, if nobody says it."""
     kind = devices.present().type
     return kind if f"{kind}:" in dist.get_backend_config(group) else "cpu"

@@ -202,14 +202,13 @@ def test_a_body_that_is_watched(monkeypatch: pytest.MonkeyPatch, waits: bool, er
     monkeypatch.setattr(streams, "going_on", lambda device: lambda: False)
     monkeypatch.setattr(communicators, "watch_of", lambda device: object())
     aborted, failures = threading.Event(), Told(0)
-    mesh: Any = SimpleNamespace(
-        abort=aborted.set, release=lambda: None, inner=(), several=True, failures=failures, check_device=lambda _: None
-    )
+    own = SimpleNamespace(abort=aborted.set, release=lambda: None)
+    mesh: Any = SimpleNamespace(own=own, inner=(), several=True, failures=failures, check_device=lambda _: None)
     made = Communicators(owner := DeviceOptions(), mesh, owner)
     made.use(torch.device("cpu"))
     lost = pytest.raises(LostRankError, match="^rank 1 failed" + "; here since then: ValueError: 3 rows" * bool(error))
-    own = pytest.raises(ValueError, match="3 rows") if error else nullcontext()
-    with lost if waits else own, made.watched():
+    its = pytest.raises(ValueError, match="3 rows") if error else nullcontext()
+    with lost if waits else its, made.watched():
         while not (aborted.is_set() if waits else failures.lost):
             time.sleep(0.005)
         if error is not None:
