@@ -34,8 +34,7 @@ from overlap1f1b.running.ranks import Rank, joined
 from overlap1f1b.running.wire import Balanced, Wire, parse_wire
 from overlap1f1b.running.workload import environment
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.terminal.output import check_files, console, plain_table, write_json
-from overlap1f1b.terminal.status import Say, showing
+from overlap1f1b.terminal.output import Say, check_files, console, plain_table, showing, write_json
 
 RANKS = 2
 ROWS = ("uncompiled", "compiled")

@@ -318,7 +318,7 @@ def test_tests_mirror_files() -> None:
 
 KNOWS_CUDA = {
     "transport/devices.py": "the devices of the package",
-    "profiling/chrome.py": "names of events in traces",
+    "profiling/reading.py": "names of events in traces",
     "running/launch.py": "options of nsys",
     "cli/doctor.py": "versions and variables of the environment",
     "integrations/megatron/config.py": "names of Megatron-Core",

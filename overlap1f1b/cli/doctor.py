@@ -18,8 +18,7 @@ from typing import Annotated
 from overlap1f1b.running.launch import STORE, end_with, run_ranks
 from overlap1f1b.schedule.values import counted
 from overlap1f1b.terminal.arguments import Range, by_default, check_ranges, texts_in_a_line
-from overlap1f1b.terminal.output import check_files, console, print_lines, write_json
-from overlap1f1b.terminal.status import showing
+from overlap1f1b.terminal.output import check_files, console, print_lines, showing, write_json
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
 from overlap1f1b.transport.versions import TORCH, release
 

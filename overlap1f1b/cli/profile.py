@@ -29,8 +29,7 @@ from overlap1f1b.running.train.trainer import Trainer
 from overlap1f1b.running.workload import environment
 from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation import Timeline
-from overlap1f1b.terminal.output import console, number, plain_table, print_lines, write_json
-from overlap1f1b.terminal.status import Say, showing
+from overlap1f1b.terminal.output import Say, console, number, plain_table, print_lines, showing, write_json
 
 Options = ProfileTrainOptions | ProfileBenchOptions
 COUNTERS = ("step_ms", "exchange_ms", "exposed_ms")

@@ -5,26 +5,166 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
+from math import prod
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import numpy as np
 from msgspec import DecodeError, Raw, Struct
-from msgspec.json import decode
+from msgspec.json import Decoder, decode
 
-from overlap1f1b.plan.ranges import FORMAT, VERSION, About
-from overlap1f1b.profiling.chrome import add_events
+from overlap1f1b.plan import About, Node, Resource, parse_node
+from overlap1f1b.plan.ranges import FORMAT, PREFIX, VERSION
 from overlap1f1b.profiling.clocks import seen_by_others
 from overlap1f1b.profiling.figures import Others
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
-from overlap1f1b.profiling.recording import Capture, Recording
-from overlap1f1b.profiling.records import read_record
+from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecord
 from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.schedule.values import check_kind, counted, quoted, shortened
+
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("_runtime", "_driver")
+"""Endings of the categories of calls: cuda, hip, xpu, privateuse1."""
+_DEVICE_RANGES = "gpu_user_annotation"
+
+
+class _Event(Struct):
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+
+
+class _Call(Struct, frozen=True):
+    correlation: Any = None
+    stream: Any = None  # of a call on ROCm a text
+    device: Any = None
+
+
+class _Timed(Struct):
+    ts: float
+    dur: float = 0.0
+    pid: Any = 0
+    tid: Any = 0
+    args: _Call = _Call()
+
+
+def add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], None]) -> None:
+    """Add the events that count to a capture; times in the file are microseconds.
+
+    Args:
+        capture: The process of the trace.
+        events: JSON of the events.
+        seen: Told from time to time which share of the events was read.
+
+    Raises:
+        DecodeError: An event has another form.
+        UnicodeDecodeError: A name is not text.
+        OverflowError: A time or a number does not fit into 64 bits.
+    """
+    event_of, timed_of = Decoder(_Event).decode, Decoder(_Timed, strict=False).decode  # a time may be a text
+    threads: dict[tuple[str, str], int] = {}
+    texts: dict[str, int] = {}
+
+    def number_of(value: Any) -> int:
+        """Return a stream or a correlation as a number; a text, or what does not fit, gets one below -1."""
+        fits = isinstance(value, int) and abs(value) < 2**63
+        return value if fits else texts.setdefault(str(value), -2 - len(texts))
+
+    for number, text in enumerate(events):
+        if not number % (1 << 16):
+            seen(number / len(events))
+        event = event_of(text)
+        category, name = event.cat, event.name if isinstance(event.name, str) else ""
+        kernel, launch = category in _KERNELS, isinstance(category, str) and category.endswith(_LAUNCHES)
+        ours = category != _DEVICE_RANGES and name.startswith(PREFIX)
+        if event.ph != "X" or not (kernel or launch or ours):
+            continue
+        timed = timed_of(text)
+        args, start, duration = timed.args, round(timed.ts * 1000), round(timed.dur * 1000)
+        correlation = -1 if args.correlation is None else number_of(args.correlation)
+        if kernel:
+            copy = category != "kernel" and not name.startswith("Mem")
+            stream = number_of(timed.tid if args.stream is None else args.stream)
+            capture.add_kernel("Memcpy" if copy else name, args.device, correlation, stream, start, start + duration)
+            continue
+        thread = threads.setdefault((str(timed.pid), str(timed.tid)), len(threads))
+        if not launch:
+            capture.add_range(name, thread, start, start + duration)
+        elif correlation != -1:
+            capture.launches.extend((correlation, thread, start))
+
+
+SpanKind = Literal["node", "flight", "wait", "device"]
+_SECOND = 1e9
+_LONGEST = 1e9  # seconds that fit into whole nanoseconds
+
+
+class _StepSpans(Struct):
+    """A step; spans are ``[kind, node, start, end]``, times in seconds from its start."""
+
+    step: int
+    seconds: float
+    spans: list[tuple[SpanKind, str, float, float]]
+
+
+class _Record(Struct):
+    rank: int
+    mesh: dict[str, tuple[int, int]]
+    steps: list[_StepSpans]
+    about: About = About()
+
+
+def read_record(path: Path, text: bytes) -> Recording:
+    """Return the rank of a record."""
+    try:
+        record = decode(text, type=_Record)
+    except DecodeError as error:
+        raise ValueError(f"{path}: not a record of overlap1f1b profile ({shortened(str(error))})") from None
+    if not record.steps:
+        raise ValueError(f"{path} has no steps; allowed: a record of one or more")
+    texts = dict.fromkeys(text for step in record.steps for _, text, _, _ in step.spans)
+    names: list[Node] = []
+    for name in texts:
+        if (node := parse_node(name)) is None:
+            raise ValueError(f"{path}: not a record of overlap1f1b profile ({quoted(name)} is not a node)")
+        names.append(node)
+    index = {text: number for number, text in enumerate(texts)}
+    steps: list[StepRecord] = []
+    for step in record.steps:
+        steps.append(_step(path, step, steps[-1].end if steps else 0, index, names))
+    world = prod(size for _, size in record.mesh.values())
+    device = any(kind == "device" for step in record.steps for kind, *_ in step.spans)
+    return Recording(
+        path, record.rank, record.mesh, world, tuple(names), tuple(steps), "records", device, about=record.about
+    )
+
+
+def _step(path: Path, step: _StepSpans, begin: int, index: Mapping[str, int], names: Sequence[Node]) -> StepRecord:
+    """Return one step; its clock starts at ``begin``."""
+    times = np.array([[start for _, _, start, _ in step.spans], [end for *_, end in step.spans]], float)
+    if not (0 <= step.seconds < _LONGEST and (np.abs(times) < _LONGEST).all() and (times[0] <= times[1]).all()):
+        raise ValueError(f"{path}: not a record of overlap1f1b profile (step {step.step} has impossible times)")
+    start, end = begin + np.rint(times * _SECOND).astype(np.int64)
+    every = Spans.of([index[text] for _, text, _, _ in step.spans], start, end)
+    kinds = np.array([kind for kind, *_ in step.spans], "U6")
+    issued, flights, waits, device = (every[kinds == kind].ordered for kind in get_args(SpanKind))
+    computes = np.array([what.resource is Resource.COMPUTE for what in names], bool)
+    compute = issued[computes[issued.what]]
+    last = max((int(spans.end.max()) for spans in (issued, flights, waits, device) if len(spans)), default=begin)
+    if len(device):
+        begins = {what: start for what, start, _ in issued}  # a span was launched when the host began its node
+        launched = np.array([begins.get(what, start) for what, start, _ in device], np.int64)
+        device = replace(device, launched=launched)
+        compute, travelled = (device[computes[device.what] == does] for does in (True, False))
+        flights = (travelled + flights[~np.isin(flights.what, travelled.what)]).ordered
+    until = max(begin + round(step.seconds * _SECOND), last)
+    return StepRecord(step.step, begin, until, issued, compute, flights, waits)
+
 
 _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite", ".record")

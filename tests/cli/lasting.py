@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+from overlap1f1b.terminal.output import _Lines
 
 from overlap1f1b.cli.main import main
-from overlap1f1b.terminal.status import _Lines
 
 
 def lasting(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
@@ -29,7 +29,7 @@ def lasting(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
             assert printed.wait(10), f"no line while {target} runs"
         return called(*args, **kwargs)
 
-    monkeypatch.setattr("overlap1f1b.terminal.status.EVERY_S", 0.01)
+    monkeypatch.setattr("overlap1f1b.terminal.output.EVERY_S", 0.01)
     monkeypatch.setattr(_Lines, "_print", noted)
     monkeypatch.setattr(holder, name, waiting)
 

@@ -30,8 +30,7 @@ from overlap1f1b.simulation.search import (
     played,
     search,
 )
-from overlap1f1b.terminal.output import console, print_lines, write_json, writing
-from overlap1f1b.terminal.status import Say, showing
+from overlap1f1b.terminal.output import Say, console, print_lines, showing, write_json, writing
 
 ROWS = 15
 """Rows of the table of a search."""

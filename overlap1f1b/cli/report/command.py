@@ -16,8 +16,7 @@ from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, p
 from overlap1f1b.profiling.reading import Progress, files_of
 from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation.trace import write_trace
-from overlap1f1b.terminal.output import console, middle_left_out, print_lines, write_json, writing
-from overlap1f1b.terminal.status import Say, showing
+from overlap1f1b.terminal.output import Say, console, middle_left_out, print_lines, showing, write_json, writing
 
 READ = "all files are read"
 

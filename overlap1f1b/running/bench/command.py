@@ -12,8 +12,7 @@ from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.workload import environment, workload
 from overlap1f1b.schedule.values import counted
-from overlap1f1b.terminal.output import console, number, plain_table, print_lines, write_json
-from overlap1f1b.terminal.status import showing
+from overlap1f1b.terminal.output import console, number, plain_table, print_lines, showing, write_json
 
 LEAST_OVER_BOUND = 0.98
 MOST_OFF = 0.1  # of what was expected

@@ -20,7 +20,7 @@ from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.workload import HfModel
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.terminal.status import Say
+from overlap1f1b.terminal.output import Say
 
 PEER = "transformers all_to_all"
 

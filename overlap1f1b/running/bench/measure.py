@@ -38,7 +38,7 @@ from overlap1f1b.running.workload import build, fed, loss_fn, model_config
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation import simulate
-from overlap1f1b.terminal.status import Say
+from overlap1f1b.terminal.output import Say
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange, own_exchange
 from overlap1f1b.transport.loopback import LoopbackExchange

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from overlap1f1b.terminal.status import showing
+from overlap1f1b.terminal.output import showing
 from tests.running.fork import ROOT, Fork
 from tests.running.run import SIZES, until
 from tests.tiers import wide
@@ -27,7 +27,7 @@ def said(screen: Console, output: io.StringIO) -> list[str]:
 
 
 def test_lines_come_by_themselves_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlap1f1b.terminal.status.EVERY_S", 0.01)
+    monkeypatch.setattr("overlap1f1b.terminal.output.EVERY_S", 0.01)
     lines = said(Console(file=(output := io.StringIO())), output)
     assert lines[0] == "0:00 starting"
     assert lines[-1] == "0:00 round 1 of 2"
@@ -36,7 +36,7 @@ def test_lines_come_by_themselves_without_a_terminal(monkeypatch: pytest.MonkeyP
 def test_a_quiet_screen_and_a_short_command_print_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with showing(Console(file=(output := io.StringIO())), "starting"):
         pass
-    monkeypatch.setattr("overlap1f1b.terminal.status.EVERY_S", 0.01)
+    monkeypatch.setattr("overlap1f1b.terminal.output.EVERY_S", 0.01)
     with showing(Console(file=output, quiet=True), "starting"):
         time.sleep(0.05)
     assert not output.getvalue()
