@@ -32,7 +32,7 @@ from overlap1f1b.moe.router import Router
 from overlap1f1b.plan import Node
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.running.bench.compute import TimedCompute
-from overlap1f1b.running.link import PacedExchange
+from overlap1f1b.running.exchanges import PacedExchange
 from overlap1f1b.running.ranks import waited_s
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.running.workload import loss_fn

@@ -33,7 +33,7 @@ from overlap1f1b import Engine, EngineOptions, StepResult, build_schedule
 from overlap1f1b.engine.gate import Gate
 from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.running.bench.compute import TimedCompute
-from overlap1f1b.running.link import PacedExchange
+from overlap1f1b.running.exchanges import PacedExchange
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.running.workload import loss_fn
 from overlap1f1b.transport.exchange import Transfer, own_exchange

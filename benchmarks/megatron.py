@@ -51,9 +51,17 @@ from overlap1f1b.plan import Op, Overlap, Resource
 from overlap1f1b.plan.intervals import Intervals, intersection, length, union
 from overlap1f1b.running.bench.command import doubts
 from overlap1f1b.running.bench.compute import TimedCompute, operations_per_second
-from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
-from overlap1f1b.running.bench.measure import CALIBRATIONS, FRAMES, clear, compare, least_in_turn, slowest, timed
-from overlap1f1b.running.bench.variants import Samples
+from overlap1f1b.running.bench.measure import (
+    CALIBRATIONS,
+    FRAMES,
+    Samples,
+    clear,
+    compare,
+    least_in_turn,
+    slowest,
+    timed,
+)
+from overlap1f1b.running.exchanges import AnsweringExchange, RecordingExchange, Replay
 from overlap1f1b.running.launch import STORE, cores, end_with, run_ranks
 from overlap1f1b.running.ranks import Rank, joined
 from overlap1f1b.running.text import Corpus

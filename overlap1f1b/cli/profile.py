@@ -21,7 +21,7 @@ from overlap1f1b.play.times import Times
 from overlap1f1b.profiling import read
 from overlap1f1b.record import Profile
 from overlap1f1b.running.bench.command import kind_of
-from overlap1f1b.running.bench.variants import asked_for
+from overlap1f1b.running.bench.measure import asked_for
 from overlap1f1b.running.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus

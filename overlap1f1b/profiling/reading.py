@@ -1,4 +1,4 @@
-"""Reading of files of any kind, one a rank, and of whole runs."""
+"""Reading of files, one a rank, and of whole runs: traces of torch.profiler, records of the engine, exports of nsys."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from msgspec.json import Decoder, decode
 
 from overlap1f1b.plan import About, Node, Resource, parse_node
 from overlap1f1b.plan.ranges import FORMAT, PREFIX, VERSION
-from overlap1f1b.profiling.clocks import seen_by_others
-from overlap1f1b.profiling.figures import Others
+from overlap1f1b.profiling.figures import Others, seen_by_others
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
 from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecord
 from overlap1f1b.profiling.steps import recording_of

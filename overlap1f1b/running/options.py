@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
 from overlap1f1b.cut.options import Finite, UserOptions
-from overlap1f1b.running.sizes import check_sizes
 from overlap1f1b.running.wire import parse_loopback, parse_wire
 from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges, texts_in_a_line
 from overlap1f1b.terminal.output import check_files, check_folder
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
@@ -350,3 +350,15 @@ class ProfileBenchOptions(ProfileOptions, BenchOptions):
 
 
 PROFILED = {"train": ProfileTrainOptions, "bench": ProfileBenchOptions}
+
+
+def check_sizes(sizes: Any) -> None:
+    """Raise ``ValueError`` for sizes of a model, as in ``ModelOptions``, that no model can have."""
+    for name in ("layers", "hidden", "heads", "experts", "top_k", "intermediate"):
+        check_size(name, getattr(sizes, name))
+    if sizes.hidden % (step := 2 * sizes.heads):
+        raise ValueError(f"hidden={sizes.hidden} with heads={sizes.heads}; allowed: multiples of {step}")
+    if sizes.top_k > sizes.experts:
+        raise ValueError(f"top_k={sizes.top_k} with experts={sizes.experts}; allowed: 1 to {sizes.experts}")
+    if not 0 <= sizes.dropout < 1:
+        raise ValueError(f"dropout={sizes.dropout}; allowed: 0 to less than 1")

@@ -1,4 +1,4 @@
-"""Output: tables to the terminal, JSON to a file or alone to standard output, and checks of files before a run."""
+"""Output: tables and progress on the terminal, JSON to a file or alone to standard output; checks of files before."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from overlap1f1b.terminal.output import _Lines
 
 from overlap1f1b.cli.main import main
+from overlap1f1b.terminal.output import _Lines
 
 
 def lasting(monkeypatch: pytest.MonkeyPatch, target: str) -> None:

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from overlap1f1b.running.bench.exchanges import AnsweringExchange, Replay, Sizes
+from overlap1f1b.running.exchanges import AnsweringExchange, Replay, Sizes
 from overlap1f1b.transport.exchange import CollectiveExchange
 from tests.device.model import Entry
 from tests.device.standin import World, here

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.moe.experts import Precision
 from overlap1f1b.plan import exchanged_bytes
-from overlap1f1b.running.bench.exchanges import RecordingExchange
+from overlap1f1b.running.exchanges import RecordingExchange
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models

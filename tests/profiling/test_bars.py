@@ -6,7 +6,7 @@ import pytest
 
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.profiling import arrows, bars_of, figures_of, predict, predicted_bars, read
-from overlap1f1b.profiling.clocks import offsets
+from overlap1f1b.profiling.figures import offsets
 from tests.profiling.cases import device
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import COMPUTE, EXCHANGE, Events, Kernel, Range, timed, write_chrome

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from overlap1f1b.record import Profile
-from overlap1f1b.running.bench.measure import Bench
-from overlap1f1b.running.bench.variants import Variant
+from overlap1f1b.running.bench.measure import Bench, Variant
 from overlap1f1b.running.options import BenchOptions, ModelOptions
 from overlap1f1b.running.ranks import joined
 from overlap1f1b.schedule import build_schedule

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.running.bench.measure import Bench, Bounds, slowest, timed
-from overlap1f1b.running.bench.variants import asked_for
+from overlap1f1b.running.bench.measure import Bench, Bounds, asked_for, slowest, timed
 from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.workload import HfModel

@@ -18,7 +18,7 @@ from overlap1f1b.checkpoint import Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.engine import Engine
 from overlap1f1b.learn.purpose import Purpose
 from overlap1f1b.plan import Overlap
-from overlap1f1b.running.link import PacedExchange
+from overlap1f1b.running.exchanges import PacedExchange
 from overlap1f1b.running.options import DEFAULT_LINK, TrainOptions
 from overlap1f1b.running.ranks import Rank, waited_s
 from overlap1f1b.running.text import Corpus

@@ -20,7 +20,7 @@ from overlap1f1b.schedule import SCHEDULES
 from tests.cli.inside import Verb
 from tests.running.fork import torchrun_environs
 from tests.running.run import COMMAND, Run, refused
-from tests.running.train.test_display import scalars
+from tests.running.train.test_command_display import scalars
 from tests.tiers import wide
 
 STEPS = ["--layers", "1", "--steps", "20", "--eval-every", "10", "--checkpoint-every", "4", "--dropout", "0.1"]

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, Profile, build_schedule
 from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, StepRange, parse_range
-from overlap1f1b.record.profile import added
-from overlap1f1b.record.recorder import RecordedSpan, RecordedStep
+from overlap1f1b.record.recorder import RecordedSpan, RecordedStep, added
 from overlap1f1b.schedule import Action, Kind
 from tests.engines import COSTS, make
 from tests.models import H, batch, build, loss_fn
@@ -112,7 +111,7 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_no_file(tmp_path: Path, monk
     os.environ["KINETO_LOG_LEVEL"] = "6"
     engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)
     inputs, target = batch(1)
-    monkeypatch.setattr("overlap1f1b.record.profile.gzip.open", full)
+    monkeypatch.setattr("overlap1f1b.record.recorder.gzip.open", full)
     why = f"{tmp_path}: No space left on device; allowed: a folder with room for the files"
     with pytest.raises(ValueError, match=f"^{re.escape(why)}$"), Profile(engine, tmp_path):
         engine.step(inputs, target=target)

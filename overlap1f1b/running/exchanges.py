@@ -1,4 +1,4 @@
-"""The exchange of a benchmark, and stand-ins for it that time compute and exchange apart."""
+"""Exchanges around another: over an imitated link, recorded, answered at once, and replayed without compute."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +18,47 @@ from torch import Tensor
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.streams import HostCopy, SideStream, side_stream
+
+
+class PacedExchange:
+    """Another exchange, over a link of a rate: a transfer lasts as long as the larger of what is sent and received.
+
+    >>> engine = Engine(model, program, mesh=mesh, loss_fn=loss_fn, exchange=PacedExchange(own_exchange(group), 0.1))
+
+    Threads sleep meanwhile, so the processor is free, as beside a network card. For gloo, on CPUs. ``gbps`` is the rate
+    in each direction, in gigabytes (1e9 bytes) per second.
+    """
+
+    def __init__(self, real: Exchange, gbps: float) -> None:
+        self.real, self.gbps, self.ranks, self.rank = real, gbps, real.ranks, real.rank
+        self.background, self.sms, self.counts, self.abort = real.background, real.sms, real.counts, real.abort
+        self.expect_rows, self.expect_counts = real.expect_rows, real.expect_counts
+        self._free = 0.0  # when the link has carried everything before
+
+    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *others: Any) -> Transfer[Tensor]:
+        transfer = self.real.rows(source, send, receive, *others)
+        rows = max(sum(counts) - counts[self.rank] for counts in (send, receive))
+        begun = max(time.perf_counter(), self._free)
+        self._free = begun + rows * source[:1].nbytes / self.gbps / 1e9
+        return replace(transfer, mark=_Due(begun, self._free))
+
+
+class _Due:
+    """Mark of a transfer that ends at a time, or when its rows have come, if that is later."""
+
+    def __init__(self, begun: float, due: float) -> None:
+        self.begun, self.ended = begun, due
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        time.sleep(max(0.0, self.ended - time.perf_counter()))
+        self.ended = time.perf_counter()
+
+    def synchronize(self, failures: Any = None) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self.ended
+
 
 CARRIED = 256
 """Bytes at the end of a row that are kept of a recorded step: rows to experts carry their choices there."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.running.link import PacedExchange
+from overlap1f1b.running.exchanges import PacedExchange
 from overlap1f1b.running.options import DEFAULT_LINK, TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.train.trainer import link_of
