@@ -16,7 +16,7 @@ import torch.distributed.tensor
 import overlap1f1b.cli.main
 import overlap1f1b.cli.profile
 import overlap1f1b.running.bench.command
-import overlap1f1b.running.train.command
+import overlap1f1b.running.train
 
 with suppress(ImportError):
     import transformers.models.mixtral.modeling_mixtral

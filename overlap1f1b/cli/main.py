@@ -125,7 +125,7 @@ def _run_rank(options: RunOptions) -> int:
     if isinstance(options, ProfileOptions):
         from overlap1f1b.cli.profile import profile as verb
     elif isinstance(options, TrainOptions):
-        from overlap1f1b.running.train.command import train as verb
+        from overlap1f1b.running.train import train as verb
     else:
         from overlap1f1b.running.bench.command import bench as verb
     try:

@@ -25,7 +25,7 @@ from overlap1f1b.running.bench.measure import asked_for
 from overlap1f1b.running.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
-from overlap1f1b.running.train.trainer import Trainer
+from overlap1f1b.running.train import Trainer
 from overlap1f1b.running.workload import environment
 from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation import Timeline

@@ -12,7 +12,7 @@ from overlap1f1b.engine import Engine
 from overlap1f1b.running.exchanges import PacedExchange
 from overlap1f1b.running.options import DEFAULT_LINK, TrainOptions
 from overlap1f1b.running.ranks import Rank
-from overlap1f1b.running.train.trainer import link_of
+from overlap1f1b.running.train import link_of
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import own_exchange
 from tests import models

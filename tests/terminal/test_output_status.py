@@ -72,9 +72,9 @@ def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("verb", "target", "expected"),
     [
-        ("train --steps 2", "running.train.trainer:Trainer.step", ["step 0/2", "step 2/2 runs"]),
+        ("train --steps 2", "running.train:Trainer.step", ["step 0/2", "step 2/2 runs"]),
         *wide(
-            ("train --steps 2", "running.train.trainer:Trainer.evaluate", ["step 2/2 runs"]),
+            ("train --steps 2", "running.train:Trainer.evaluate", ["step 2/2 runs"]),
             (
                 "bench --rounds 1 --layers 1 --microbatches 2 --batch 2",
                 "running.bench.measure:Bench.step",

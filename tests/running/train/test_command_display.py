@@ -10,8 +10,7 @@ pytest.importorskip("tensorboard", reason="reads TensorBoard's files")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from overlap1f1b.learn.purpose import Purpose
-from overlap1f1b.running.train.command import board
-from overlap1f1b.running.train.trainer import StepFigures
+from overlap1f1b.running.train import StepFigures, board
 from tests.cli.inside import Verb
 
 

@@ -9,8 +9,7 @@ from torch import nn
 from overlap1f1b.running.options import ModelOptions, TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
-from overlap1f1b.running.train.command import History
-from overlap1f1b.running.train.trainer import Trainer, build_optimizer, learning_rate
+from overlap1f1b.running.train import History, Trainer, build_optimizer, learning_rate
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
