@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, floor, log10
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -156,13 +156,6 @@ def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:
     return found
 
 
-class Piece(NamedTuple):
-    """Characters of one line in one style, if any."""
-
-    text: str
-    style: str = ""
-
-
 class Grid(NamedTuple):
     """A drawing as text.
 
@@ -170,11 +163,11 @@ class Grid(NamedTuple):
         time   |0    |2    |4
 
     Args:
-        lines: The tracks, then the axis of time.
+        lines: The tracks, then the axis of time, in pieces: a text, and a key of ``STYLES`` (or nothing, or axis).
         until: The time at which the drawing was cut off; None if it is whole.
     """
 
-    lines: tuple[tuple[Piece, ...], ...]
+    lines: list[list[tuple[str, str]]]
     until: float | None
 
     @classmethod
@@ -189,18 +182,21 @@ class Grid(NamedTuple):
         names = max((len(track.name) for track in tracks), default=0) + 1
         columns = max(width - names, 1)
         end = max((cell.end for track in tracks for cell in track.cells), default=0.0)
-        scale = _scale(_sizes(tracks), end, columns, shortens)
-        lines = [(Piece(track.name.ljust(names)), *_pieces(track.cells, scale, columns)) for track in tracks]
-        whole = round(end * scale) <= columns
-        lines.append((Piece("time".ljust(names) + _axis(min(end, columns / scale), scale, columns), "axis"),))
-        return cls(tuple(lines), None if whole else columns / scale)
+        scale = _scale(tracks, end, columns, shortens)
+        lines = [[(track.name.ljust(names), ""), *_pieces(track.cells, scale, columns)] for track in tracks]
+        lines.append([("time".ljust(names) + _axis(min(end, columns / scale), scale, columns), "axis")])
+        return cls(lines, None if round(end * scale) <= columns else columns / scale)
 
 
-def _scale(sizes: set[tuple[int, float]], end: float, columns: int, shortens: bool) -> float:
+def _scale(tracks: Sequence[Track], end: float, columns: int, shortens: bool) -> float:
     """Return the columns of a unit of time: enough for every text and a dash behind it, unless it ``shortens``.
 
-    The shortest cell has a whole number of columns, so that equal cells look alike.
+    The shortest cell has a whole number of columns, so that equal cells look alike. Cells shorter than an eighth of the
+    longest do not count: their texts are shortened.
     """
+    cells = [(len(cell.text), cell.end - cell.start) for track in tracks for cell in track.cells]
+    longest = max((time for _, time in cells), default=0.0)
+    sizes = {(size, time) for size, time in cells if time > 0 and 8 * time >= longest}
     if not sizes:
         return 1.0
     shortest = min(time for _, time in sizes)
@@ -210,28 +206,14 @@ def _scale(sizes: set[tuple[int, float]], end: float, columns: int, shortens: bo
     return max(1 / shortest, min(tight, columns / end)) if shortens and end * spacious > columns else spacious
 
 
-def _sizes(tracks: Sequence[Track]) -> set[tuple[int, float]]:
-    """Return the letters and times of cells; the texts of those shorter than an eighth of the longest are shortened."""
-    cells = [cell for track in tracks for cell in track.cells if cell.end > cell.start]
-    longest = max((cell.end - cell.start for cell in cells), default=1.0)
-    return {(len(cell.text), cell.end - cell.start) for cell in cells if 8 * (cell.end - cell.start) >= longest}
-
-
-def _pieces(cells: Iterable[Cell], scale: float, columns: int) -> list[Piece]:
-    pieces: list[Piece] = []
+def _pieces(cells: Iterable[Cell], scale: float, columns: int) -> Iterator[tuple[str, str]]:
     at = 0
     for cell in cells:
-        first, last = round(cell.start * scale), min(round(cell.end * scale), columns)
-        first = max(first, at)
-        if first >= columns:
-            break
-        if last <= first:
-            continue
-        if first > at:
-            pieces.append(Piece(" " * (first - at)))
-        pieces.append(Piece(cell.text[: last - first].ljust(last - first, "-"), cell.style))
-        at = last
-    return pieces
+        first, last = max(round(cell.start * scale), at), min(round(cell.end * scale), columns)
+        if first < last:
+            yield " " * (first - at), ""
+            yield cell.text[: last - first].ljust(last - first, "-"), cell.style
+            at = last
 
 
 def _axis(end: float, scale: float, columns: int) -> str:
@@ -287,17 +269,10 @@ def paint(tracks: Sequence[Track], output: Any, screen: Console, *, title: str, 
     figure.suptitle(title, fontsize=min(10.0, (width + 1) * 120 / max(1, len(title))), color=GREY)
     used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=s.colour, label=s.label) for name, s in STYLES.items() if name in used]
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=max(1, len(handles)),
-        fontsize=8,
-        frameon=False,
-        labelcolor=GREY,
-    )
+    place = {"loc": "outside lower center", "ncols": max(1, len(handles))}
+    figure.legend(handles=handles, fontsize=8, frameon=False, labelcolor=GREY, **place)
     for option, path in wanted.items():
         settings = mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"})
+        undated = {"metadata": {"Date": None}} if option == "svg" else {}
         with writing(option, path, screen) as file, settings:
-            figure.savefig(
-                file, format=option, dpi=120, transparent=True, metadata={"Date": None} if option == "svg" else None
-            )
+            figure.savefig(file, format=option, dpi=120, transparent=True, **undated)

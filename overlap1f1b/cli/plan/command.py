@@ -45,16 +45,14 @@ def plan(options: PlanOptions) -> None:
 
 
 def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
-    model, output = model_of(options), options.output
-    text = ""
+    model, output, doing = model_of(options), options.output, [""]
 
     def begin(what: str) -> None:
-        nonlocal text
-        text = what
-        say(text)
+        doing[0] = what
+        say(what)
 
     if isinstance(model, NodeModel):
-        model = replace(model, progress=lambda share: say(f"{text}, {share:.0%} of the search for an order done"))
+        model = replace(model, progress=lambda share: say(f"{doing[0]}, {share:.0%} of the search for an order done"))
     total = 1 + len(options.compare)
     extra: dict[str, Any] = {}
     candidate: Candidate | None = None
@@ -145,7 +143,7 @@ def _draw(timeline: Played, screen: Console, width: int) -> None:
     grid = Grid.of(tracks_of(timeline), width=width, shortens=isinstance(timeline, PlanTimeline))
     colours = {name: style.terminal for name, style in STYLES.items()} | {"axis": "dim"}
     for line in grid.lines:
-        text = Text.assemble(*((piece.text, colours.get(piece.style, "")) for piece in line))
+        text = Text.assemble(*((piece, colours.get(style, "")) for piece, style in line))
         text.rstrip()
         screen.print(text, soft_wrap=True)
     print_lines(screen, legend(timeline), style="dim")

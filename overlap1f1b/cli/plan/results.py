@@ -17,6 +17,10 @@ from overlap1f1b.terminal.output import middle_left_out, plain_table
 
 def content_of(program: Program, timeline: Played) -> dict[str, Any]:
     """Return the JSON of one program; times have the unit of the costs."""
+    limits: dict[str, Any] = {}  # what no order can be faster than, and what less memory costs
+    if isinstance(timeline, PlanTimeline):
+        front = [{"makespan": plan.predicted, "held": plan.peak_held} for plan in timeline.front]
+        limits = {"bound": timeline.bound, "front": front}
     return {
         "schedule": program.name,
         "ranks": len(program.ranks),
@@ -24,7 +28,7 @@ def content_of(program: Program, timeline: Played) -> dict[str, Any]:
         "microbatches": program.microbatches,
         **figures(Outcome.of(program, timeline)),
         **_overlap(timeline),
-        **_limits(timeline),
+        **limits,
         "per_rank": [_rank(program, timeline, rank) for rank in range(len(program.ranks))],
         "actions": [[str(step) for step in steps] for steps in program.ranks],
     }
@@ -42,14 +46,6 @@ def _overlap(timeline: Played) -> dict[str, Any]:
         return {}
     plan, hidden = timeline.plan, timeline.hidden_fraction
     return {"overlap": str(plan.overlap), "order": plan.order, "hidden_fraction": None if isnan(hidden) else hidden}
-
-
-def _limits(timeline: Played) -> dict[str, Any]:
-    """Return the keys of what no order can be faster than, and of what less memory costs."""
-    if isinstance(timeline, ProgramTimeline):
-        return {}
-    front = [{"makespan": plan.predicted, "held": plan.peak_held} for plan in timeline.front]
-    return {"bound": timeline.bound, "front": front}
 
 
 def found(ranking: Ranking) -> dict[str, Any]:
