@@ -269,7 +269,7 @@ def paint(tracks: Sequence[Track], output: Any, screen: Console, *, title: str, 
     figure.suptitle(title, fontsize=min(10.0, (width + 1) * 120 / max(1, len(title))), color=GREY)
     used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=s.colour, label=s.label) for name, s in STYLES.items() if name in used]
-    place = {"loc": "outside lower center", "ncols": max(1, len(handles))}
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": max(1, len(handles))}
     figure.legend(handles=handles, fontsize=8, frameon=False, labelcolor=GREY, **place)
     for option, path in wanted.items():
         settings = mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"})

@@ -8,8 +8,8 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -67,7 +67,10 @@ def _options(argv: Sequence[str]) -> Any:
 
 
 def _run(options: RunOptions, argv: Sequence[str]) -> int:
-    """Be a rank, or start the ranks, each with these arguments; a single rank without a wire is this process."""
+    """Be a rank, or start the ranks, each with these arguments; a single rank without a wire is this process.
+
+    Says how to go on with a training that a signal has ended.
+    """
     wire = options.wire if isinstance(options, BenchOptions) else None
     started, alone = STORE in os.environ or under_torchrun(), options.ranks == 1 and wire is None
     if isinstance(options, ProfileOptions):
@@ -87,30 +90,23 @@ def _run(options: RunOptions, argv: Sequence[str]) -> int:
             f"--pp {options.pp} --dp {options.dp} --ep {options.ep} are {options.ranks} ranks on {cores()} processors; "
             f"allowed: up to {most} on this machine, more under torchrun"
         )
-    with _resumable(options, argv) as ended:
+    status = 0
+    try:
         if alone:
-            return ended(_run_rank(options))
-        with Wire(options.ranks) if wire else nullcontext() as made:
-            return ended(run_ranks(argv, options.ranks, wire=made, limit_s=options.timeout))
-
-
-@contextmanager
-def _resumable(options: RunOptions, argv: Sequence[str]) -> Iterator[Callable[[int], int]]:
-    """Say how to go on with a training that a signal has ended; yields a function that is told the exit status."""
-    folder = options.checkpoint if type(options) is TrainOptions else None  # a profile saves nothing
-
-    def ended(status: int) -> int:
+            status = _run_rank(options)
+        else:
+            with Wire(options.ranks) if wire else nullcontext() as made:
+                status = run_ranks(argv, options.ranks, wire=made, limit_s=options.timeout)
+        return status
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+        raise
+    finally:
+        folder = options.checkpoint if type(options) is TrainOptions else None  # a profile saves nothing
         if status > 128 and folder is not None:
             last = max(folder.glob("step-*"), default=None)  # torch is not loaded here
             found = f"the last checkpoint is {last}" if last else "no checkpoint was written"
             print(f"overlap1f1b: ended; {found}; resume: overlap1f1b {shlex.join(argv)}", file=sys.stderr, flush=True)
-        return status
-
-    try:
-        yield ended
-    except KeyboardInterrupt:
-        ended(128 + signal.SIGINT)
-        raise
 
 
 def _run_rank(options: RunOptions) -> int:
@@ -155,8 +151,7 @@ def _run_rank(options: RunOptions) -> int:
 
 
 def _fail(error: ValueError, options: Any) -> int:
-    text = as_options(" ".join(str(error).split()), options)
-    print(f"overlap1f1b: error: {text}", file=sys.stderr, flush=True)
+    print(f"overlap1f1b: error: {as_options(' '.join(str(error).split()), options)}", file=sys.stderr, flush=True)
     return 2
 
 

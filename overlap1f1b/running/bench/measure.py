@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -188,15 +189,9 @@ class Bench:
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received, self._carried)
         plan = default.plan.without_reductions()
         engine = self._engine(plan.program, None, answers, plan=plan)  # an order that was found has its own program
-
-        def compute_only() -> float:
-            return self.step(engine)[0]
-
-        return {
-            "compute_only": compute_only,
-            "exchange_only": self._exchange_only,
-            "contended": lambda: timed(lambda: self._replay.beside(compute_only), self.rank)[0],
-        }
+        bounds: Bounds = {"compute_only": lambda: self.step(engine)[0], "exchange_only": self._exchange_only}
+        contended = partial(self._replay.beside, bounds["compute_only"])
+        return bounds | {"contended": lambda: timed(contended, self.rank)[0]}
 
     def _reference(self) -> tuple[dict[nn.Parameter, Tensor], float]:
         """Return the reference gradients (none: the first row's) and the factor that scales an engine's to them."""
@@ -499,10 +494,7 @@ def compare(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[bool,
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        else:
-            parameter.grad.zero_()
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
 
 
 def taken(parameters: Iterable[nn.Parameter], factor: float = 1.0) -> dict[nn.Parameter, Tensor]:
