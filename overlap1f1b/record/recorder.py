@@ -129,15 +129,14 @@ class Recorder(Observer):
             name: (engine.mesh.rank(name), size) for name, size in engine.mesh.layout.items()
         }
         self.steps: list[RecordedStep] = []
-        self._program = engine.program
-        self._actions = _actions_of(self._program)
+        self._actions: dict[tuple[Kind, int, int, int], Action] = {}
         self._thread = 0
         self._label: AbstractContextManager[object] = nullcontext()
         self._spans: list[RecordedSpan] = []
         self._open: dict[Action, tuple[Any, float]] = {}
         self._ends: dict[Action, Node] = {}  # last node of each action of the step
         self._step, self._begun = ExitStack(), 0.0
-        self._node: ExitStack | None = None  # the range of the present node
+        self._node: AbstractContextManager[None] | None = None  # the range of the present node
         self._times: Times | None = None
         self._flying: dict[Flight[Any], Any] = {}
 
@@ -158,9 +157,7 @@ class Recorder(Observer):
 
     def begin(self, times: Times) -> None:
         """Open the range of a step; one that fails leaves no record."""
-        if self.engine.program is not self._program:  # of another number of microbatches
-            self._program = self.engine.program
-            self._actions = _actions_of(self._program)
+        self._actions = _actions_of(self.engine.program)  # perhaps of another number of microbatches than before
         self._times, self._spans = times, []
         self._ends = {action: node for node in times.nodes if (action := self._action(node)) is not None}
         before = time.perf_counter()
@@ -187,8 +184,7 @@ class Recorder(Observer):
         """Close the range of a node, and that of an action at its last one."""
         if self._node is None:  # a gather that has been taken
             return
-        self._node.close()
-        self._node = None
+        self._leave()
         action = self._action(node)
         if action is not None and self._ends.get(action) is node:
             handle, start = self._open.pop(action)
@@ -198,9 +194,7 @@ class Recorder(Observer):
     def end(self, *, failed: bool) -> None:
         """Close what is open; keep the step unless it has failed."""
         ended = time.perf_counter()
-        if self._node is not None:
-            self._node.close()
-            self._node = None
+        self._leave()
         self._step.close()
         for lane in self.engine.connection.lanes:
             lane.report_to(None)
@@ -218,8 +212,13 @@ class Recorder(Observer):
         self.steps.append(RecordedStep(number, begun, ended - begun, tuple(spans), times.begun, sent, device))
 
     def _enter(self, node: Node) -> None:
-        self._node = ExitStack()
-        self._node.enter_context(self._ranged("node", node))
+        self._node = self._ranged("node", node)
+        self._node.__enter__()
+
+    def _leave(self) -> None:
+        if self._node is not None:
+            self._node.__exit__(None, None, None)
+            self._node = None
 
     def waiting(self, node: Node) -> AbstractContextManager[None]:
         """Record a wait of the issuing thread; other threads' waits are not recorded."""

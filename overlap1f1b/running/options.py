@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
@@ -50,6 +50,17 @@ class ModelOptions:
     throughput alone."""
     dropout: float = 0.0
     """Dropout probability of a block's output, before it is added to the residual."""
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for sizes that no model can have."""
+        for name in ("layers", "hidden", "heads", "experts", "top_k", "intermediate"):
+            check_size(name, getattr(self, name))
+        if self.hidden % (step := 2 * self.heads):
+            raise ValueError(f"hidden={self.hidden} with heads={self.heads}; allowed: multiples of {step}")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k} with experts={self.experts}; allowed: 1 to {self.experts}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}; allowed: 0 to less than 1")
 
 
 @texts_in_a_line
@@ -150,7 +161,7 @@ class RunOptions(UserOptions):
         check_files({"json": self.json})
 
     def _check_model(self) -> None:
-        check_sizes(self.model)
+        self.model.check()
         experts, layers, stages = self.model.experts, self.model.layers, self.program().placement.stages
         if experts % self.ep:
             allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
@@ -350,15 +361,3 @@ class ProfileBenchOptions(ProfileOptions, BenchOptions):
 
 
 PROFILED = {"train": ProfileTrainOptions, "bench": ProfileBenchOptions}
-
-
-def check_sizes(sizes: Any) -> None:
-    """Raise ``ValueError`` for sizes of a model, as in ``ModelOptions``, that no model can have."""
-    for name in ("layers", "hidden", "heads", "experts", "top_k", "intermediate"):
-        check_size(name, getattr(sizes, name))
-    if sizes.hidden % (step := 2 * sizes.heads):
-        raise ValueError(f"hidden={sizes.hidden} with heads={sizes.heads}; allowed: multiples of {step}")
-    if sizes.top_k > sizes.experts:
-        raise ValueError(f"top_k={sizes.top_k} with experts={sizes.experts}; allowed: 1 to {sizes.experts}")
-    if not 0 <= sizes.dropout < 1:
-        raise ValueError(f"dropout={sizes.dropout}; allowed: 0 to less than 1")

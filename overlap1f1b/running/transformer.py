@@ -18,7 +18,7 @@ from overlap1f1b.kernels.fp8 import Precision
 from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
 from overlap1f1b.moe.layer import MoE
 from overlap1f1b.moe.router import RouterConfig
-from overlap1f1b.running.options import check_sizes
+from overlap1f1b.running.options import ModelOptions
 from overlap1f1b.schedule.values import check_size
 
 EPSILON = 1e-6
@@ -29,26 +29,19 @@ THETA = 10_000.0
 
 
 @dataclass(frozen=True)
-class MoEConfig(RouterConfig):
+class MoEConfig(ModelOptions, RouterConfig):
     """Sizes of a :class:`MoETransformer` and the rules of its routers; ``ValueError`` for what is not allowed."""
 
-    experts: int = 8
-    top_k: int = 2
     aux_coefficient: float = 0.01
     vocabulary: int = 256
-    layers: int = 4
-    hidden: int = 256
-    heads: int = 4
-    intermediate: int = 512  # of an expert
     sequence: int = 256  # the longest
-    dropout: float = 0.0  # of a layer's output, before it is added to the residual
     weights_in: WeightsIn = "combine"
     precision: Precision | None = None
     kernels: Choice = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self)
+        self.check()
         for name in ("vocabulary", "sequence"):
             check_size(name, getattr(self, name))
 
