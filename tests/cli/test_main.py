@@ -8,8 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from overlap1f1b.cli.main import main
-from overlap1f1b.terminal.arguments import parse
+from overlap1f1b.cli.main import main, parse
 from tests.cli.inside import Verb
 
 Capture = pytest.CaptureFixture[str]

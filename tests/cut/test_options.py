@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from overlap1f1b.cli.main import parse
 from overlap1f1b.cut.options import EngineOptions, UserOptions
 from overlap1f1b.running.options import BenchOptions, TrainOptions
-from overlap1f1b.terminal.arguments import parse
 
 GIVEN = {
     "overlap": "2",
