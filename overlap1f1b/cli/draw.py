@@ -18,14 +18,12 @@ from overlap1f1b.terminal.output import writing
 if TYPE_CHECKING:
     from overlap1f1b.profiling import Bar
 
-LETTER = 0.7 / 72
-"""Inches for a letter, for each point of its size."""
+LETTER = 0.7 / 72  # inches for a letter, for each point of its size
 POINTS = (5.0, 9.0)
 """Smallest and largest size of a cell's letters; a cell that is too narrow for the smallest has none."""
 GREY = "#767676"
 """Colour of what stands outside the cells: it is read on white and on black, since files have no background."""
-MOST_TEXTS = 2000
-"""Largest number of cells that get texts: nobody could read more."""
+MOST_TEXTS = 2000  # largest number of cells that get texts: nobody could read more
 
 
 class Style(NamedTuple):

@@ -26,8 +26,7 @@ from overlap1f1b.running.options import PROFILED, BenchOptions, ProfileOptions, 
 from overlap1f1b.running.wire import Wire
 from overlap1f1b.terminal.output import check_folder
 
-MOST_RANKS = 32
-"""Ranks for each processor of a machine that starts them itself; each takes some hundred megabytes."""
+MOST_RANKS = 32  # ranks for each processor of a machine that starts them itself; each takes some hundred megabytes
 _MESSAGES: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"Unrecognized options: (.*)": lambda found: (
         ("unknown option: " if found[1].startswith("-") else "unexpected: ") + found[1].replace(", ", " ")

@@ -18,8 +18,7 @@ from overlap1f1b.simulation.drawing import LANES, staged, style_of, text_of
 from overlap1f1b.simulation.trace import Event
 
 MEASURED, PREDICTED = "measured", "predicted"
-FINEST = 2000
-"""A gap between kernels without a range is drawn if it is longer than the step divided by this."""
+FINEST = 2000  # a gap between kernels without a range is drawn if it is longer than the step divided by this
 
 
 class Bar(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Role = Literal["exchange", "compute", "copy", ""]
-"""What a kernel or copy does; the last if its name does not say."""
+Role = Literal["exchange", "compute", "copy", ""]  # what a kernel or copy does; the last if its name does not say
 _LOCAL = "get_dispatch_layout|_epilogue|mask_buffer|clean_low_latency|_ht_scan_kernel"
 """Kernels of the libraries below that stay on their device: they compute."""
 _EXCHANGE = (

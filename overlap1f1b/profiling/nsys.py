@@ -13,8 +13,7 @@ from overlap1f1b.profiling.recording import Capture
 from overlap1f1b.schedule.values import shortened
 
 MAGIC = b"SQLite format 3\0"
-_PUSH_POP, _START_END = 59, 60
-"""Types of NVTX events that are ranges."""
+_PUSH_POP, _START_END = 59, 60  # types of NVTX events that are ranges
 _KIND = "CUPTI_ACTIVITY_KIND_"
 _DEVICE_TABLES = {
     f"{_KIND}KERNEL": "(SELECT value FROM StringIds WHERE id = t.demangledName)",

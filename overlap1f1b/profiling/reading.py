@@ -27,8 +27,7 @@ from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.schedule.values import check_kind, counted, quoted, shortened
 
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("_runtime", "_driver")
-"""Endings of the categories of calls: cuda, hip, xpu, privateuse1."""
+_LAUNCHES = ("_runtime", "_driver")  # endings of the categories of calls: cuda, hip, xpu, privateuse1
 _DEVICE_RANGES = "gpu_user_annotation"
 
 
@@ -166,8 +165,7 @@ def _step(path: Path, step: _StepSpans, begin: int, index: Mapping[str, int], na
 
 
 _GZIP = b"\x1f\x8b"
-ENDINGS = (".json", ".json.gz", ".sqlite", ".record")
-"""Endings of the files that are read from a folder."""
+ENDINGS = (".json", ".json.gz", ".sqlite", ".record")  # endings of the files that are read from a folder
 MOST_RANKS = 1 << 20
 _ALLOWED = (
     "allowed: a record of overlap1f1b profile, a Chrome trace of torch.profiler, or an SQLite file of nsys export"
@@ -199,8 +197,7 @@ class Recordings:
         return bool(self.missing or (self.left_out and all(recording.world is None for recording in self.ranks)))
 
 
-Progress = Callable[[Path, int, int], None]
-"""``(file, bytes read so far, its size)``."""
+Progress = Callable[[Path, int, int], None]  # ``(file, bytes read so far, its size)``
 
 
 def read(*paths: str | Path, progress: Progress = lambda *_: None) -> Recordings:

@@ -17,8 +17,7 @@ from overlap1f1b.profiling.recording import Capture, Column, Kernels, Recording,
 from overlap1f1b.schedule.values import some
 
 _KINDS = ("node", "flight", "wait")
-_NEVER = np.iinfo(np.int64).min
-"""The number of no launch."""
+_NEVER = np.iinfo(np.int64).min  # the number of no launch
 
 
 def recording_of(capture: Capture) -> Recording:

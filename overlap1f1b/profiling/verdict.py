@@ -8,8 +8,7 @@ from overlap1f1b.profiling.figures import Figures
 _NAMES = {"warm_up": "warm-up", "steady": "steady phase", "cool_down": "cool-down"}
 WELL, NONE = 0.9, 0.05
 """Hidden shares: from the first on, an exchange counts as hidden; up to the second, as not hidden."""
-WORTH = 0.05
-"""Least share of a step at which a loss gets an advice."""
+WORTH = 0.05  # least share of a step at which a loss gets an advice
 
 _TIPS = {
     "imbalance": "ranks wait for a slower one for {:.0%} of a step: give all ranks equal work (a bias, a capacity, "

@@ -60,8 +60,7 @@ class _Due:
         return time.perf_counter() >= self.ended
 
 
-CARRIED = 256
-"""Bytes at the end of a row that are kept of a recorded step: rows to experts carry their choices there."""
+CARRIED = 256  # bytes at the end of a row that are kept of a recorded step: rows to experts carry their choices there
 
 
 class Sizes(NamedTuple):

@@ -29,8 +29,7 @@ COMMAND = (sys.executable, "-m", "overlap1f1b")
 STORE = "OVERLAP1F1B_STORE"  # set exactly in the ranks that `run_ranks` started: the path of their FileStore
 INSIDE = "OVERLAP1F1B_NSYS"  # set in a rank that runs under nsys
 PR_SET_PDEATHSIG = 1
-NOT_JOINED = 75
-"""Status of a rank whose others did not join within its limit: EX_TEMPFAIL of sysexits."""
+NOT_JOINED = 75  # status of a rank whose others did not join within its limit: EX_TEMPFAIL of sysexits
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -21,11 +21,9 @@ from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
 from overlap1f1b.transport.versions import check_torch
 
 T = TypeVar("T")
-Unasked = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
-"""A field that a verb inherits and does not take."""
+Unasked = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]  # a field that a verb inherits and does not take
 CHECKPOINT_EVERY = 50
-DEFAULT_LINK = 0.03
-"""GB/s at which the default model exchanges about as long as it computes on two cores."""
+DEFAULT_LINK = 0.03  # GB/s at which the default model exchanges about as long as it computes on two cores
 
 
 @texts_in_a_line

@@ -121,8 +121,7 @@ def ranks_with_gpu(store: Any, size: int, gpu: str | None) -> int:
     return int(store.get("all ranks"))
 
 
-SHARED = 0.1
-"""Share of the time without a free processor from which figures are said to be of shared ones."""
+SHARED = 0.1  # share of the time without a free processor from which figures are said to be of shared ones
 
 
 def waited_s() -> float:

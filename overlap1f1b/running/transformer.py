@@ -21,11 +21,9 @@ from overlap1f1b.moe.router import RouterConfig
 from overlap1f1b.running.options import ModelOptions
 from overlap1f1b.schedule.values import check_size
 
-EPSILON = 1e-6
-"""Of the normalisations."""
+EPSILON = 1e-6  # of the normalisations
 INIT_STD = 0.02
-THETA = 10_000.0
-"""Base of the rotary angles."""
+THETA = 10_000.0  # base of the rotary angles
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from rich.text import Text
 
 Row = TypeVar("Row")
 
-RANKS_SHOWN = 16
-"""Rows of a table with a row for each rank."""
+RANKS_SHOWN = 16  # rows of a table with a row for each rank
 
 
 def console(json_target: str | None, *, quiet: bool = False) -> Console:
@@ -138,8 +137,7 @@ def write_json(target: str | None, content: dict[str, Any]) -> None:
             file.write_text(text)
 
 
-EVERY_S = 10.0
-"""Seconds between two lines where there is no terminal."""
+EVERY_S = 10.0  # seconds between two lines where there is no terminal
 Say = Callable[..., None]
 """``say(text)`` shows what is done and what is left, and ``say(text, now=True)`` prints it at once, too."""
 

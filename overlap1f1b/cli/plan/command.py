@@ -32,10 +32,8 @@ from overlap1f1b.simulation.search import (
 )
 from overlap1f1b.terminal.output import Say, console, print_lines, showing, write_json, writing
 
-ROWS = 15
-"""Rows of the table of a search."""
-MOST_NODES = 1_000_000
-"""Largest number of nodes of a simulation with --layers: some minutes on one core."""
+ROWS = 15  # rows of the table of a search
+MOST_NODES = 1_000_000  # largest number of nodes of a simulation with --layers: some minutes on one core
 
 
 def plan(options: PlanOptions) -> None:

@@ -13,10 +13,8 @@ from overlap1f1b.schedule import AUTO, DEFAULT_CHUNKS, DEFAULT_PROGRAM, SCHEDULE
 from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges, texts_in_a_line
 from overlap1f1b.terminal.output import check_files
 
-COST = Range(most=1e100, above=True)
-"""What a cost may be, so that sums are finite."""
-COST_OR_0 = Range(most=1e100)
-"""Costs that may be 0, if the part does not exist."""
+COST = Range(most=1e100, above=True)  # what a cost may be, so that sums are finite
+COST_OR_0 = Range(most=1e100)  # costs that may be 0, if the part does not exist
 PROGRAM = ("search", "schedule", "ranks", "microbatches", "chunks", "extra_warmup", "group_size", "forward_only")
 """Options that describe the program."""
 

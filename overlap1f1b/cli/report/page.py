@@ -17,8 +17,7 @@ from overlap1f1b.plan.intervals import Intervals, intersection
 from overlap1f1b.profiling import Bar, Lanes, Recordings, aligned, bars_of
 from overlap1f1b.simulation.drawing import LETTERS
 
-_UNIT_NS = 100
-"""Nanoseconds of a unit of time in the page; page.js has the same."""
+_UNIT_NS = 100  # nanoseconds of a unit of time in the page; page.js has the same
 
 
 def page_of(content: Mapping[str, Any], recordings: Recordings, predicted: Sequence[Bar], title: str) -> str:

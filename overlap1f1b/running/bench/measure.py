@@ -130,8 +130,7 @@ FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
 T = TypeVar("T")
 Bounds = dict[str, Callable[[], float]]
-Player = Any
-"""An engine, or another library's schedule with the same ``step`` and ``parameters``, and its ``name``."""
+Player = Any  # an engine, or another library's schedule with the same ``step`` and ``parameters``, and its ``name``
 
 
 class Bench:
