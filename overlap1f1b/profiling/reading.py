@@ -174,17 +174,11 @@ _ALLOWED = (
 
 @dataclass(frozen=True, eq=False)
 class Recordings:
-    """The ranks of one run.
+    """The ranks of one run."""
 
-    Args:
-        ranks: Recordings by the number of their rank.
-        missing: Numbers of the run's ranks that no file has.
-        left_out: Reasons why files were left out, one line each.
-    """
-
-    ranks: tuple[Recording, ...]
-    missing: tuple[int, ...] = ()
-    left_out: tuple[str, ...] = ()
+    ranks: tuple[Recording, ...]  # recordings by the number of their rank
+    missing: tuple[int, ...] = ()  # numbers of the run's ranks that no file has
+    left_out: tuple[str, ...] = ()  # reasons why files were left out, one line each
 
     @cached_property
     def others(self) -> Others:

@@ -34,21 +34,13 @@ EXCHANGES = (Resource.EXCHANGE, Resource.CONTROL)
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Columns of spans, all ``[n]``; times in nanoseconds of the file's clock.
+    """Columns of spans, all ``[n]``; times in nanoseconds of the file's clock."""
 
-    Args:
-        what: Index of each span's name in the recording's ``names``.
-        start: Start of each span.
-        end: End of each span.
-        launched: Time at which the host launched it; for the host's own work its start.
-        place: Thread of the host's work, stream of a device's.
-    """
-
-    what: Column
-    start: Column
-    end: Column
-    launched: Column
-    place: Column
+    what: Column  # index of each span's name in the recording's ``names``
+    start: Column  # start of each span
+    end: Column  # end of each span
+    launched: Column  # time at which the host launched it; for the host's own work its start
+    place: Column  # thread of the host's work, stream of a device's
 
     @classmethod
     def of(cls, what: Sequence[int] | Column, start: Sequence[int] | Column, end: Sequence[int] | Column) -> Spans:
@@ -91,55 +83,32 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class StepRecord:
-    """The spans of one step of a rank.
+    """The spans of one step of a rank."""
 
-    Args:
-        number: Number in the step's range; counted from 0 if there is no range.
-        start: Start of the window in which idle time is counted.
-        end: End of that window.
-        issued: Nodes on the issuing thread, in the order of issue.
-        compute: Compute: the same nodes, or their kernels.
-        flights: Exchanges and transfers in flight.
-        waits: Waits of the issuing thread.
-    """
-
-    number: int
-    start: int
-    end: int
-    issued: Spans
-    compute: Spans
-    flights: Spans
-    waits: Spans
+    number: int  # number in the step's range; counted from 0 if there is no range
+    start: int  # start of the window in which idle time is counted
+    end: int  # end of that window
+    issued: Spans  # nodes on the issuing thread, in the order of issue
+    compute: Spans  # compute: the same nodes, or their kernels
+    flights: Spans  # exchanges and transfers in flight
+    waits: Spans  # waits of the issuing thread
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The steps of one rank.
-
-    Args:
-        rank: Number of the rank; None if the file does not say.
-        mesh: Position and size of each dimension; empty if the file does not say.
-        world: Number of ranks; None if the file does not say.
-        names: What the spans are, by index.
-        steps: Steps in order.
-        source: Kind of file.
-        device: Whether compute means a GPU's kernels, not the nodes of the issuing thread.
-        by: Whether ranges tell compute from exchange; without ranges names of kernels, or streams.
-        notes: Notes for the reader of the figures, one line each.
-        about: What the engine said of the run.
-    """
+    """The steps of one rank."""
 
     path: Path
-    rank: int | None
-    mesh: Mapping[str, tuple[int, int]]
-    world: int | None
-    names: tuple[What, ...]
-    steps: tuple[StepRecord, ...]
-    source: Literal["records", "torch.profiler", "nsys"]
-    device: bool = False
-    by: Literal["range", "name", "stream"] = "range"
-    notes: tuple[str, ...] = ()
-    about: About = field(default_factory=About)
+    rank: int | None  # number of the rank; None if the file does not say
+    mesh: Mapping[str, tuple[int, int]]  # position and size of each dimension; empty if the file does not say
+    world: int | None  # number of ranks; None if the file does not say
+    names: tuple[What, ...]  # what the spans are, by index
+    steps: tuple[StepRecord, ...]  # steps in order
+    source: Literal["records", "torch.profiler", "nsys"]  # kind of file
+    device: bool = False  # whether compute means a GPU's kernels, not the nodes of the issuing thread
+    by: Literal["range", "name", "stream"] = "range"  # what tells compute from exchange
+    notes: tuple[str, ...] = ()  # notes for the reader of the figures, one line each
+    about: About = field(default_factory=About)  # what the engine said of the run
 
     def on(self, spans: Spans, *resources: Resource) -> Spans:
         """Return the spans of some resources; kernels without ranges count as exchange."""
@@ -213,34 +182,20 @@ _integers = partial(array, "q")
 
 @dataclass(eq=False)
 class Capture:
-    """Events of one process, row by row; times in nanoseconds of its clock.
-
-    Args:
-        source: Program that wrote it.
-        names: Names of ranges, by their index.
-        ranges: Rows of name, thread, start, end: ranges of our grammar on the host.
-        launches: Rows of correlation, thread, start: calls that launch kernels and copies.
-        kernels: Rows of name, correlation, stream, start, end: kernels and copies on the device.
-        kernel_names: Names of kernels and copies, by their index.
-        devices: Numbers of the devices on which they ran.
-        notes: Notes for the reader of the figures, one line each.
-        rank: Number from the profiler, or None; a label among the ranges has precedence.
-        world: Number of ranks from the profiler, or None.
-        about: What the engine said of the run.
-    """
+    """Events of one process, row by row; times in nanoseconds of its clock."""
 
     path: Path
-    source: Literal["torch.profiler", "nsys"]
-    names: dict[str, int] = field(default_factory=dict)
-    ranges: array[int] = field(default_factory=_integers)
-    launches: array[int] = field(default_factory=_integers)
-    kernels: array[int] = field(default_factory=_integers)
-    kernel_names: dict[str, int] = field(default_factory=dict)
-    devices: set[Any] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-    rank: int | None = None
-    world: int | None = None
-    about: About = field(default_factory=About)
+    source: Literal["torch.profiler", "nsys"]  # program that wrote it
+    names: dict[str, int] = field(default_factory=dict)  # names of ranges, by their index
+    ranges: array[int] = field(default_factory=_integers)  # our ranges: rows of name, thread, start, end
+    launches: array[int] = field(default_factory=_integers)  # of kernels: rows of correlation, thread, start
+    kernels: array[int] = field(default_factory=_integers)  # rows of name, correlation, stream, start, end
+    kernel_names: dict[str, int] = field(default_factory=dict)  # names of kernels and copies, by their index
+    devices: set[Any] = field(default_factory=set)  # numbers of the devices on which they ran
+    notes: list[str] = field(default_factory=list)  # notes for the reader of the figures, one line each
+    rank: int | None = None  # number from the profiler, or None; a label among the ranges has precedence
+    world: int | None = None  # number of ranks from the profiler, or None
+    about: About = field(default_factory=About)  # what the engine said of the run
 
     def add_range(self, name: str, thread: int, start: int, end: int) -> None:
         """Note a range."""
