@@ -19,8 +19,7 @@ import tyro
 
 from overlap1f1b import __version__
 from overlap1f1b.cli.doctor import DoctorOptions, doctor
-from overlap1f1b.cli.plan.options import PlanOptions
-from overlap1f1b.cli.report.options import ReportOptions
+from overlap1f1b.cli.options import PlanOptions, ReportOptions
 from overlap1f1b.running.launch import INSIDE, NOT_JOINED, STORE, cores, end_with, enter_nsys, run_ranks, under_torchrun
 from overlap1f1b.running.options import PROFILED, BenchOptions, ProfileOptions, RunOptions, TrainOptions
 from overlap1f1b.running.wire import Wire

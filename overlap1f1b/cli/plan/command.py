@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from overlap1f1b.cli.draw import STYLES, Grid, legend, paint, tracks_of
-from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions
+from overlap1f1b.cli.options import PlanOptions, PlanOutput
 from overlap1f1b.cli.plan.results import content_of, distinct, found, per_rank, per_schedule, row_of
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
 from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, EXTRA_WARMUP, OPTIONS, SCHEDULES, Program
@@ -166,7 +166,7 @@ def _title(content: dict[str, Any]) -> str:
     return f"{content['schedule']}: {', '.join(sizes)}"
 
 
-def _write(program: Program, timeline: Played, output: OutputOptions, title: str, screen: Console) -> None:
+def _write(program: Program, timeline: Played, output: PlanOutput, title: str, screen: Console) -> None:
     if output.png or output.svg:  # first what needs a package that may be missing
         paint(tracks_of(timeline), output, screen, title=title, unit="time, in the unit of the costs")
     if output.csv is not None:

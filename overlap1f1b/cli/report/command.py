@@ -1,22 +1,112 @@
-"""``overlap1f1b report``: read, print, compare, draw."""
+"""``overlap1f1b report``: read, print, compare, draw: also as one HTML file, with steps that can be zoomed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gzip
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
+from typing import Any
 
 from rich.console import Console
 
-from overlap1f1b.cli.draw import paint, tracks_of_bars
+from overlap1f1b.cli.draw import STYLES, paint, tracks_of_bars
+from overlap1f1b.cli.options import PICTURES, ReportOptions, ReportOutput
 from overlap1f1b.cli.report import figures
-from overlap1f1b.cli.report.figures import content_of, print_table, remarks
-from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions
-from overlap1f1b.cli.report.page import page_of
-from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
+from overlap1f1b.cli.report.figures import LONGEST, content_of, print_table, remarks, tables_of
+from overlap1f1b.plan.intervals import Intervals, intersection
+from overlap1f1b.profiling import (
+    Bar,
+    Lanes,
+    Recording,
+    Recordings,
+    aligned,
+    arrows,
+    bars_of,
+    predict,
+    predicted_bars,
+    read,
+)
 from overlap1f1b.profiling.reading import Progress, files_of
 from overlap1f1b.schedule.values import counted
+from overlap1f1b.simulation.drawing import LETTERS
 from overlap1f1b.simulation.trace import write_trace
 from overlap1f1b.terminal.output import Say, console, middle_left_out, print_lines, showing, write_json, writing
+
+_UNIT_NS = 100  # nanoseconds of a unit of time in the page; page.js has the same
+
+
+def page_of(content: Mapping[str, Any], recordings: Recordings, predicted: Sequence[Bar], title: str) -> str:
+    """Return the text of the page; ``predicted`` are bars of the drawn step alone."""
+    data = {
+        "title": title,
+        "content": content,
+        "remarks": remarks(content),
+        "tables": [table._asdict() | {"words": table.words} for table in tables_of(content)],
+        "longest": LONGEST,
+        "styles": {key: style._asdict() for key, style in STYLES.items()},
+        "letters": LETTERS,
+        **_timelines(recordings, predicted, content["drawn_step"]),
+    }
+    here = files(__package__)
+    return Template(here.joinpath("page.html").read_text(encoding="utf-8")).substitute(
+        title=escape(title),
+        data=b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode(),
+        script=here.joinpath("page.js").read_text(encoding="utf-8"),
+    )
+
+
+def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> dict[str, Any]:
+    """Return what page.js draws: names by their index, and of each step its tracks and the exposed times of ranks."""
+    names: dict[tuple[str, str, str, float], int] = {}
+    ranks, steps = recordings.ranks, {}
+    for number in sorted({step.number for recording in ranks for step in recording.steps}):
+        tracks, marks = list[dict[str, Any]](), {}
+        for name, cells in tracks_of_bars([*bars_of(ranks, number), *(predicted if number == drawn else ())]):
+            _, rank, lane, *_ = name.split()
+            flat, now = [], 0
+            for cell in cells:
+                start, end = (_units(1e6 * time) for time in (cell.start, cell.end))
+                bar = names.setdefault((cell.what, cell.text, cell.style, 1.0), len(names))
+                flat += [bar, start - now, end - start]
+                now = end
+            tracks.append({"name": name, "rank": int(rank), "measured": lane != "predicted", "cells": flat})
+        for recording, step, by in aligned(ranks, number):
+            lanes = Lanes(recording, step, recordings.others.get(step, ()))
+            sent = recording.about.bytes.get(str(number), {})
+            marks[recording.rank] = {
+                "begin": _units(lanes.window[0] + by),
+                "exposed": _flat(lanes.exposed, by),
+                "why": {cause: _flat(intersection(times, lanes.exposed), by) for cause, times in lanes.idle.items()},
+                "sent": {index: sent[what] for (what, *_), index in names.items() if what in sent},
+            }
+            held, flat, now = recording.held(step), [], 0
+            most = max((size for *_, size in held), default=0.0) or 1.0
+            for begun, ended, size in held:  # as bars that are as high as what they hold
+                start, end = max(now, _units(begun + by)), _units(ended + by)
+                what = f"{size / 1e6:.3f} MB beyond those before the step"
+                bar = names.setdefault((what, "", "peer", round(size / most, 3)), len(names))
+                flat += [bar, start - now, max(0, end - start)]
+                now = max(start, end)
+            if held:
+                tracks.append({"name": f"rank {recording.rank} held", "rank": recording.rank, "measured": True})
+                tracks[-1]["cells"] = flat
+        tracks.sort(key=lambda track: track["rank"])
+        steps[number] = {"tracks": tracks, "ranks": marks}
+    return {"names": list(names), "steps": steps}
+
+
+def _units(nanoseconds: float) -> int:
+    return round(nanoseconds / _UNIT_NS)
+
+
+def _flat(intervals: Intervals, by: float) -> list[int]:
+    return [_units(time + by) for interval in intervals for time in interval]
+
 
 READ = "all files are read"
 
@@ -30,7 +120,7 @@ def report(options: ReportOptions) -> None:
             _report(options.files, options.output, screen, say)
 
 
-def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: Say) -> None:
+def _report(files: Sequence[Path], output: ReportOutput, screen: Console, say: Say) -> None:
     recordings = read(*files, progress=reading(say, files))
     say(f"{READ}, now the figures")
     content = content_of(recordings)
@@ -89,7 +179,7 @@ def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:
     return wanted
 
 
-def _write(bars: Sequence[Bar], output: OutputOptions, title: str, screen: Console) -> None:
+def _write(bars: Sequence[Bar], output: ReportOutput, title: str, screen: Console) -> None:
     paint(tracks_of_bars(bars), output, screen, title=title, unit="ms from the start of the step")
     if output.trace is not None:
         flows = [(source.event, target.event) for source, target in arrows(bars)]
