@@ -22,20 +22,16 @@ FINEST = 2000  # a gap between kernels without a range is drawn if it is longer 
 
 
 class Bar(NamedTuple):
-    """A node of a rank, or kernels of a stream; times in milliseconds from the start of the step.
+    """A node of a rank, or kernels of a stream; times in milliseconds from the start of the step."""
 
-    ``process`` is the rank, followed by ``predicted`` if it was simulated; ``style`` names a colour; ranks of bars with
-    one ``group`` send to each other.
-    """
-
-    process: str
+    process: str  # the rank, followed by ``predicted`` if it was simulated
     lane: str
     what: What
     text: str
-    style: str
+    style: str  # names a colour
     start: float
     end: float
-    group: tuple[object, ...] = ()
+    group: tuple[object, ...] = ()  # ranks of bars with one group send to each other
 
     @property
     def event(self) -> Event:

@@ -237,20 +237,16 @@ class Lanes:
 
 
 class Exposed(NamedTuple):
-    """A time with exchange and without compute, as in a report's JSON; ``start_ms`` is from the start of the step.
-
-    ``in_flight`` names the transfers under way, longest first; ``waited_for`` the transfer that the rank waited for;
-    ``next`` the node computed afterwards.
-    """
+    """A time with exchange and without compute, as in a report's JSON."""
 
     rank: int
     step: int
     phase: str
-    start_ms: float
+    start_ms: float  # from the start of the step
     exposed_ms: float
-    in_flight: tuple[str, ...]
-    waited_for: str
-    next: str
+    in_flight: tuple[str, ...]  # transfers under way, longest first
+    waited_for: str  # the transfer that the rank waited for
+    next: str  # the node computed afterwards
 
 
 def longest(ranks: Iterable[Recording], count: int = 10) -> list[Exposed]:

@@ -125,13 +125,10 @@ def read_record(path: Path, text: bytes) -> Recording:
         raise ValueError(f"{path}: not a record of overlap1f1b profile ({shortened(str(error))})") from None
     if not record.steps:
         raise ValueError(f"{path} has no steps; allowed: a record of one or more")
-    texts = dict.fromkeys(text for step in record.steps for _, text, _, _ in step.spans)
-    names: list[Node] = []
-    for name in texts:
-        if (node := parse_node(name)) is None:
-            raise ValueError(f"{path}: not a record of overlap1f1b profile ({quoted(name)} is not a node)")
-        names.append(node)
-    index = {text: number for number, text in enumerate(texts)}
+    nodes = {text: parse_node(text) for step in record.steps for _, text, _, _ in step.spans}
+    if wrong := [text for text, node in nodes.items() if node is None]:
+        raise ValueError(f"{path}: not a record of overlap1f1b profile ({quoted(wrong[0])} is not a node)")
+    names, index = [node for node in nodes.values() if node is not None], {text: at for at, text in enumerate(nodes)}
     steps: list[StepRecord] = []
     for step in record.steps:
         steps.append(_step(path, step, steps[-1].end if steps else 0, index, names))

@@ -75,31 +75,24 @@ class TorchRanges:
 
 
 class RecordedSpan(NamedTuple):
-    """A range with its times of ``time.perf_counter`` in seconds, and the lane of a flight.
-
-    A flight has no lane if its times are only the host's, as on a GPU's streams.
-    """
+    """A range with its times of ``time.perf_counter`` in seconds."""
 
     range: NodeRange | ActionRange
     start: float
     end: float
-    lane: str = ""
+    lane: str = ""  # of a flight; none if its times are only the host's, as on a GPU's streams
 
 
 class RecordedStep(NamedTuple):
-    """A step; ``begun`` is a time of ``time.perf_counter``.
-
-    ``sent`` has the bytes that left the rank, by the transfer's node. ``device`` returns spans by the clock of a
-    device, in seconds from ``played``, when the host began to play nodes.
-    """
+    """A step, by ``time.perf_counter`` in seconds."""
 
     number: int
     begun: float
     seconds: float
     spans: tuple[RecordedSpan, ...]
-    played: float = 0.0
-    sent: Mapping[str, int] = {}
-    device: Callable[[], tuple[Span, ...]] | None = None
+    played: float = 0.0  # when the host began to play nodes
+    sent: Mapping[str, int] = {}  # bytes that left the rank, by the transfer's node
+    device: Callable[[], tuple[Span, ...]] | None = None  # returns spans by a device's clock, from ``played``
 
 
 class Recorder(Observer):

@@ -26,17 +26,12 @@ NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__p
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text in two parts without a common byte. `str(corpus)` is a summary in one line.
+    """Text in two parts without a common byte. `str(corpus)` is a summary in one line."""
 
-    train, held_out: uint8 [bytes], files one after another with nothing between them.
-    name: the source of the text.
-    sequence: bytes of the inputs of a window.
-    """
-
-    train: Tensor
+    train: Tensor  # uint8 [bytes], files one after another with nothing between them
     held_out: Tensor
-    name: str
-    sequence: int
+    name: str  # the source of the text
+    sequence: int  # bytes of the inputs of a window
 
     @classmethod
     def load(

@@ -108,28 +108,12 @@ def _pipelines(options: BenchOptions, default: Variant) -> list[Variant]:
     return rows
 
 
-class Samples:
-    """Times of one row in seconds, and its overlap, in every round."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.exposed: list[float] = []
-        self.hidden: list[float] = []
-
-    def summary(self) -> dict[str, Any]:
-        """Return the measured part of the row's JSON."""
-        ms = {name: 1e3 * of(self.seconds) for name, of in (("min", min), ("median", median), ("max", max))}
-        return {
-            "step_ms": ms,
-            "exposed_ms": 1e3 * median(self.exposed) if self.exposed else None,
-            "hidden_fraction": median(self.hidden) if self.hidden else None,
-        }
-
-
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
 T = TypeVar("T")
 Bounds = dict[str, Callable[[], float]]
+Samples = dict[str, tuple[list[float], list[float], list[float]]]
+"""Seconds of each row in every round, those in which its exchange was exposed, and the share of it that was hidden."""
 Player = Any  # an engine, or another library's schedule with the same ``step`` and ``parameters``, and its ``name``
 
 
@@ -327,11 +311,11 @@ class Bench:
         travels = self.real.ranks > 1 or self.options.exchange is not None
         return slowest(self._replay.run() if travels else 0.0, self.rank)
 
-    def _rounds(self) -> tuple[dict[str, float], dict[str, Samples], float]:
+    def _rounds(self) -> tuple[dict[str, float], Samples, float]:
         """Measure bounds and rows in turn; return their seconds, and the share of the processors that rows use."""
         phases = self._bounds(self.default)
         bounds: dict[str, list[float]] = {name: [] for name in phases}
-        samples = {key: Samples() for key in self.players}
+        samples: Samples = {key: ([], [], []) for key in self.players}
         busy = lasted = 0.0
         rounds = counted(self.options.rounds, "round")
         for turn in range(self.options.rounds + 1):  # the first is for warming up
@@ -345,12 +329,13 @@ class Bench:
                 seconds, result = self.step(player)
                 if not turn:
                     continue
-                samples[key].seconds.append(seconds)
+                took, exposed, hidden = samples[key]
+                took.append(seconds)
                 if isinstance(result, StepResult):
-                    samples[key].exposed.append(slowest(result.overlap.exposed, self.rank))
+                    exposed.append(slowest(result.overlap.exposed, self.rank))
                     if slowest(result.overlap.exchange, self.rank):
                         least = result.overlap.hidden_fraction if result.overlap.exchange else 1.0
-                        samples[key].hidden.append(-slowest(-least, self.rank))
+                        hidden.append(-slowest(-least, self.rank))
             busy, lasted = busy + time.process_time(), lasted + time.perf_counter()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.rank.size))
         share = slowest(busy / lasted, self.rank) * local / cores()
@@ -389,10 +374,10 @@ class Bench:
         clear(player.parameters())
         return int(slowest(peak_bytes(self.rank.device, lambda: self.step(player)), self.rank))
 
-    def _rows(self, samples: Mapping[str, Samples], bounds: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    def _rows(self, samples: Samples, bounds: Mapping[str, float]) -> dict[str, dict[str, Any]]:
         """Return the figures of each player, by its key."""
         tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
-        steps = {key: median(samples[key].seconds) for key in self.players}
+        steps = {key: median(samples[key][0]) for key in self.players}
         first, rows = next(iter(steps.values())), {}
         for key, player in self.players.items():
             engine = self.default
@@ -406,7 +391,11 @@ class Bench:
             else:
                 row = {"program": key, "overlap": player.overlap, "default": False, "order": "", "tried": []}
                 row |= {"predicted_ms": None, "predicted_peak_bytes": None}
-            row |= samples[key].summary() | {"tokens_per_s": tokens / steps[key], "speedup": first / steps[key]}
+            seconds, exposed, hidden = samples[key]
+            row["step_ms"] = {of.__name__: 1e3 * of(seconds) for of in (min, median, max)}
+            row["exposed_ms"] = 1e3 * median(exposed) if exposed else None
+            row["hidden_fraction"] = median(hidden) if hidden else None
+            row |= {"tokens_per_s": tokens / steps[key], "speedup": first / steps[key]}
             row |= {f"over_{name}": steps[key] / bound for name, bound in self._floors(engine, bounds)}
             rows[key] = row
         return rows
