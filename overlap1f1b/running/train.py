@@ -176,12 +176,10 @@ def link_of(options: TrainOptions, rank: Rank) -> float:
 def build_optimizer(model: nn.Module, *, lr: float) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices alone: not on embeddings, norms and biases."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    decayed: dict[str, Any] = {"params": [], "weight_decay": 0.1}
-    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
-    for parameter in model.parameters():
-        group = decayed if parameter.dim() > 1 and parameter not in embeddings else others
-        group["params"].append(parameter)
-    return torch.optim.AdamW([decayed, others], lr=lr, betas=(0.9, 0.95), fused=True)
+    matrices = [p for p in model.parameters() if p.dim() > 1 and p not in embeddings]
+    others = [p for p in model.parameters() if p.dim() <= 1 or p in embeddings]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

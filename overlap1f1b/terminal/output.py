@@ -80,14 +80,9 @@ def check_files(written: Mapping[str, Path | str | None], read: Iterable[Path] =
         path = Path(value)
         if str(path) == "-":
             raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
-        why = ""
-        if not path.parent.is_dir():
-            why = "its folder does not exist"
-        elif path.is_dir():
-            why = "it is a folder"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            why = "it cannot be written"
-        if why:
+        faults = {"its folder does not exist": not path.parent.is_dir(), "it is a folder": path.is_dir()}
+        faults["it cannot be written"] = not os.access(path if path.exists() else path.parent, os.W_OK)
+        if why := next((fault for fault, so in faults.items() if so), ""):
             allowed = "a file in a folder that can be written" + (", or -" if name == "json" else "")
             raise ValueError(f"--{name} {path}: {why}; allowed: {allowed}")
         if (of := taken.get(path.resolve())) is not None:

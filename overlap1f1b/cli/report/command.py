@@ -141,7 +141,12 @@ def _report(files: Sequence[Path], output: ReportOutput, screen: Console, say: S
         raise ValueError(f"--step {output.step} alone; allowed: with --{', --'.join(PICTURES)} or --predicted")
     say(f"{READ}, now the drawings")
     title = _title(recordings)
-    _write(bars, output, f"{title}, step {content.get('drawn_step')}", screen)
+    about = {"title": f"{title}, step {content.get('drawn_step')}", "unit": "ms from the start of the step"}
+    paint(tracks_of_bars(bars), output, screen, **about)
+    if output.trace is not None:
+        flows = [(source.event, target.event) for source, target in arrows(bars)]
+        with writing("trace", output.trace, screen) as file:
+            write_trace([bar.event for bar in bars], file, flows=flows)
     if output.html is not None:
         page = page_of(content, recordings, predicted, title)
         with writing("html", output.html, screen) as file:
@@ -177,14 +182,6 @@ def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:
     if wanted not in every:
         raise ValueError(f"--step {wanted}; allowed: {', '.join(map(str, every))}")
     return wanted
-
-
-def _write(bars: Sequence[Bar], output: ReportOutput, title: str, screen: Console) -> None:
-    paint(tracks_of_bars(bars), output, screen, title=title, unit="ms from the start of the step")
-    if output.trace is not None:
-        flows = [(source.event, target.event) for source, target in arrows(bars)]
-        with writing("trace", output.trace, screen) as file:
-            write_trace([bar.event for bar in bars], file, flows=flows)
 
 
 def _title(recordings: Recordings) -> str:

@@ -140,8 +140,9 @@ class Table(NamedTuple):
     @property
     def words(self) -> list[str]:
         """Headings of the columns of words."""
-        columns = zip(*self.rows, strict=True)
-        return [heading for heading, texts in zip(self.headings, columns, strict=True) if not all(map(_numeric, texts))]
+        figures = ("", number(None, ""), NOT_MEASURED)
+        columns = zip(self.headings, zip(*self.rows, strict=True), strict=True)
+        return [name for name, texts in columns if any(t not in figures and t[0] not in "0123456789+-−" for t in texts)]
 
 
 def tables_of(content: Mapping[str, Any]) -> list[Table]:
@@ -198,10 +199,6 @@ def print_table(table: Table, screen: Console) -> None:
         lines.append("  ".join(f"{text:{'<' if words else '>'}{width}}" for text, width, words in cells).rstrip())
     print_lines(screen, *([table.title] if table.title else []), style="bold")
     print_lines(screen, *lines)
-
-
-def _numeric(text: str) -> bool:
-    return text in ("", number(None, ""), NOT_MEASURED) or text[0].isdigit() or text[0] in "+-−"
 
 
 def print_verdict(content: Mapping[str, Any], screen: Console) -> None:
