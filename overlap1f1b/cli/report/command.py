@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +18,7 @@ from overlap1f1b.cli.draw import STYLES, paint, tracks_of_bars
 from overlap1f1b.cli.options import PICTURES, ReportOptions, ReportOutput
 from overlap1f1b.cli.report import figures
 from overlap1f1b.cli.report.figures import LONGEST, content_of, print_table, remarks, tables_of
-from overlap1f1b.plan.intervals import Intervals, intersection
+from overlap1f1b.plan.intervals import intersection
 from overlap1f1b.profiling import (
     Bar,
     Lanes,
@@ -36,8 +36,6 @@ from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation.drawing import LETTERS
 from overlap1f1b.simulation.trace import write_trace
 from overlap1f1b.terminal.output import Say, console, middle_left_out, print_lines, showing, write_json, writing
-
-_UNIT_NS = 100  # nanoseconds of a unit of time in the page; page.js has the same
 
 
 def page_of(content: Mapping[str, Any], recordings: Recordings, predicted: Sequence[Bar], title: str) -> str:
@@ -63,49 +61,42 @@ def page_of(content: Mapping[str, Any], recordings: Recordings, predicted: Seque
 def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> dict[str, Any]:
     """Return what page.js draws: names by their index, and of each step its tracks and the exposed times of ranks."""
     names: dict[tuple[str, str, str, float], int] = {}
+
+    def bar(times: Sequence[float], what: str, text: str = "", style: str = "peer", share: float = 1.0) -> list[float]:
+        """Return a bar: its name, its times in milliseconds; ``share`` is of the track's height."""
+        return [names.setdefault((what, text, style, share), len(names)), *(round(time, 4) for time in times)]
+
     ranks, steps = recordings.ranks, {}
     for number in sorted({step.number for recording in ranks for step in recording.steps}):
         tracks, marks = list[dict[str, Any]](), {}
         for name, cells in tracks_of_bars([*bars_of(ranks, number), *(predicted if number == drawn else ())]):
             _, rank, lane, *_ = name.split()
-            flat, now = [], 0
-            for cell in cells:
-                start, end = (_units(1e6 * time) for time in (cell.start, cell.end))
-                bar = names.setdefault((cell.what, cell.text, cell.style, 1.0), len(names))
-                flat += [bar, start - now, end - start]
-                now = end
+            flat = [bar((cell.start, cell.end), cell.what, cell.text, cell.style) for cell in cells]
             tracks.append({"name": name, "rank": int(rank), "measured": lane != "predicted", "cells": flat})
         for recording, step, by in aligned(ranks, number):
             lanes = Lanes(recording, step, recordings.others.get(step, ()))
             sent = recording.about.bytes.get(str(number), {})
             marks[recording.rank] = {
-                "begin": _units(lanes.window[0] + by),
-                "exposed": _flat(lanes.exposed, by),
-                "why": {cause: _flat(intersection(times, lanes.exposed), by) for cause, times in lanes.idle.items()},
+                "begin": (lanes.window[0] + by) / 1e6,
+                "exposed": _ms(lanes.exposed, by),
+                "why": {cause: _ms(intersection(times, lanes.exposed), by) for cause, times in lanes.idle.items()},
                 "sent": {index: sent[what] for (what, *_), index in names.items() if what in sent},
             }
-            held, flat, now = recording.held(step), [], 0
-            most = max((size for *_, size in held), default=0.0) or 1.0
-            for begun, ended, size in held:  # as bars that are as high as what they hold
-                start, end = max(now, _units(begun + by)), _units(ended + by)
-                what = f"{size / 1e6:.3f} MB beyond those before the step"
-                bar = names.setdefault((what, "", "peer", round(size / most, 3)), len(names))
-                flat += [bar, start - now, max(0, end - start)]
-                now = max(start, end)
-            if held:
-                tracks.append({"name": f"rank {recording.rank} held", "rank": recording.rank, "measured": True})
-                tracks[-1]["cells"] = flat
+            if held := recording.held(step):  # as bars that are as high as what they hold
+                sizes, times = [size for *_, size in held], _ms([times for *times, _ in held], by)
+                said = [f"{size / 1e6:.3f} MB beyond those before the step" for size in sizes]
+                shares = [round(size / (max(sizes) or 1.0), 3) for size in sizes]
+                flat = [bar(at, what, share=share) for at, what, share in zip(times, said, shares, strict=True)]
+                name = f"rank {recording.rank} held"
+                tracks.append({"name": name, "rank": recording.rank, "measured": True, "cells": flat})
         tracks.sort(key=lambda track: track["rank"])
         steps[number] = {"tracks": tracks, "ranks": marks}
     return {"names": list(names), "steps": steps}
 
 
-def _units(nanoseconds: float) -> int:
-    return round(nanoseconds / _UNIT_NS)
-
-
-def _flat(intervals: Intervals, by: float) -> list[int]:
-    return [_units(time + by) for interval in intervals for time in interval]
+def _ms(intervals: Iterable[Sequence[float]], by: float) -> list[list[float]]:
+    """Return intervals of a file in milliseconds, by the clock of all ranks."""
+    return [[round((time + by) / 1e6, 4) for time in interval] for interval in intervals]
 
 
 READ = "all files are read"

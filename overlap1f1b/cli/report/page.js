@@ -1,6 +1,6 @@
 "use strict";
-// The picture of a report: data has, for each step, tracks of bars; times are in units of 0.1 µs, as differences.
-const ROW = 22, LEFT = 190, AXIS = 26, UNIT = 1e-4, TEXT = "11px system-ui, sans-serif";
+// The picture of a report: data has, for each step, tracks of bars; times are milliseconds from the start of the step.
+const ROW = 22, LEFT = 190, AXIS = 26, TEXT = "11px system-ui, sans-serif";
 const at = id => document.getElementById(id);
 const canvas = at("timeline"), frame = at("frame"), tip = at("tip"), pen = canvas.getContext("2d");
 let step = null; // what is drawn: {ranks, tracks, end}
@@ -124,27 +124,15 @@ const time = ms => (ms >= 1000 ? (ms / 1000).toFixed(3) + " s" : ms.toPrecision(
 // ---------------------------------------------------------------------------------------------- data
 
 function opened(number) {
-  const packed = data.steps[number], tracks = [];
-  const intervals = flat => Array.from({ length: flat.length / 2 }, (_, i) => [flat[2 * i] * UNIT, flat[2 * i + 1] * UNIT]);
-  const ranks = {};
-  for (const [rank, marks] of Object.entries(packed.ranks)) {
-    ranks[rank] = { ...marks, begin: marks.begin * UNIT, exposed: intervals(marks.exposed), why: {} };
-    for (const cause of CAUSES) ranks[rank].why[cause] = intervals(marks.why[cause] || []);
+  const { tracks, ranks } = data.steps[number], unmarked = { exposed: [], why: {} };
+  for (const track of tracks) {
+    track.marks = track.measured ? ranks[track.rank] : unmarked;
+    track.bars = track.cells.map(([name, start, end]) => {
+      const [what, text, style, share] = data.names[name];
+      return { what, text, style, share, start, end, sent: track.measured && track.marks.sent[name] };
+    });
   }
-  let end = 0;
-  for (const { name, rank, measured, cells } of packed.tracks) {
-    const bars = [];
-    let now = 0;
-    for (let i = 0; i < cells.length; i += 3) {
-      const start = now + cells[i + 1];
-      now = start + cells[i + 2];
-      const [what, text, style, share] = data.names[cells[i]];
-      bars.push({ what, text, style, share, start: start * UNIT, end: now * UNIT, sent: measured && ranks[rank].sent[cells[i]] });
-    }
-    end = Math.max(end, now * UNIT);
-    tracks.push({ name, rank, measured, marks: measured ? ranks[rank] : { exposed: [], why: {} }, bars });
-  }
-  return { number, tracks, ranks, end };
+  return { number, tracks, ranks, end: tracks.reduce((end, { bars }) => Math.max(end, bars.length && bars.at(-1).end), 0) };
 }
 
 function firstAfter(list, value, end) { // index of the first one that ends behind a time
