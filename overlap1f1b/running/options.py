@@ -148,7 +148,16 @@ class RunOptions(UserOptions):
                 f"--batch {self.batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}"
             )
         if self.hf_config is None:
-            self._check_model()
+            self.model.check()
+            experts, layers, stages = self.model.experts, self.model.layers, self.program().placement.stages
+            if experts % self.ep:
+                allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+                raise ValueError(f"--experts {experts} cannot be divided over --ep {self.ep}; allowed: --ep {allowed}")
+            if stages > layers + 2:
+                raise ValueError(
+                    f"--pp {self.pp} makes {stages} stages of {layers + 2} blocks: embedding, --layers {layers}, head; "
+                    "allowed: at most one stage a block"
+                )
         else:
             _check_experts(self.hf_config)
             chosen = vars(self.model) | {"weights_in": self.weights_in, "precision": self.precision}
@@ -157,18 +166,6 @@ class RunOptions(UserOptions):
                 option = f"--{name.replace('_', '-')} {chosen[name]}"
                 raise ValueError(f"{option} with --hf-config, which describes the model; allowed: one of the two")
         check_files({"json": self.json})
-
-    def _check_model(self) -> None:
-        self.model.check()
-        experts, layers, stages = self.model.experts, self.model.layers, self.program().placement.stages
-        if experts % self.ep:
-            allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
-            raise ValueError(f"--experts {experts} cannot be divided over --ep {self.ep}; allowed: --ep {allowed}")
-        if stages > layers + 2:
-            raise ValueError(
-                f"--pp {self.pp} makes {stages} stages of {layers + 2} blocks: embedding, --layers {layers}, head; "
-                "allowed: at most one stage a block"
-            )
 
 
 def _check_experts(name: str) -> None:

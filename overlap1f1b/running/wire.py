@@ -110,7 +110,11 @@ class Wire:
         return f"{SUBNET}.{rank + 1}"
 
     def __enter__(self) -> Wire:
-        _remove_stale()
+        for line in _run("ip", "netns", "list").splitlines():
+            name = line.split()[0]
+            match = re.match(rf"{PREFIX}(\d+)-", name)
+            if match and not os.path.exists(f"/proc/{match[1]}"):  # of a process that was killed
+                _remove(name)
         try:
             self._connect()
             if self.rate is not None:
@@ -200,14 +204,6 @@ def _remove(namespace: str) -> None:
             break
         time.sleep(KILL_POLL_S)
     _run("ip", "netns", "delete", namespace, check=False)
-
-
-def _remove_stale() -> None:
-    for line in _run("ip", "netns", "list").splitlines():
-        name = line.split()[0]
-        match = re.match(rf"{PREFIX}(\d+)-", name)
-        if match and not os.path.exists(f"/proc/{match[1]}"):
-            _remove(name)
 
 
 def _run(*command: str, check: bool = True) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -83,11 +83,13 @@ class OwnParallelism:
             ) from None
         disable_progress_bar()
         spread = DistributedConfig(fsdp_size=rank.size, ep_size=rank.size, ep_implementation="all_to_all")
-        with _shared_folder(rank) as folder:
-            model.split.save_pretrained(folder)
-            self.model = AutoModelForCausalLM.from_pretrained(
-                folder, distributed_config=spread, dtype=torch.float32
-            ).train()
+        with TemporaryDirectory() if rank.rank == 0 else nullcontext() as own:
+            folders: list[Any] = [own]
+            dist.broadcast_object_list(folders, src=0)  # the same on all ranks of this machine
+            model.split.save_pretrained(folders[0])
+            made = AutoModelForCausalLM.from_pretrained(folders[0], distributed_config=spread, dtype=torch.float32)
+            dist.barrier()
+        self.model = made.train()
         self.microbatches, self.loss = microbatches, math.nan
         self._sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded:
@@ -106,13 +108,3 @@ class OwnParallelism:
             (loss / self.microbatches).backward()
             losses.append(float(loss.detach()))
         self.loss = math.fsum(losses) / len(losses)
-
-
-@contextmanager
-def _shared_folder(rank: Rank) -> Iterator[str]:
-    """Yield a new folder, the same on all ranks of this machine, which is removed when all are done."""
-    with TemporaryDirectory() if rank.rank == 0 else nullcontext() as folder:
-        folders: list[Any] = [folder]
-        dist.broadcast_object_list(folders, src=0)
-        yield folders[0]
-        dist.barrier()
