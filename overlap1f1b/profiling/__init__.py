@@ -7,21 +7,6 @@ from overlap1f1b.profiling.recording import Recording, StepRecord
 from overlap1f1b.profiling.verdict import advice, verdict
 
 __all__ = [
-    "Bar",
-    "Figures",
-    "Lanes",
-    "Recording",
-    "Recordings",
-    "StepRecord",
-    "advice",
-    "aligned",
-    "arrows",
-    "bars_of",
-    "figures_of",
-    "longest",
-    "predict",
-    "predicted_bars",
-    "read",
-    "read_file",
-    "verdict",
-]
+    "Bar", "Figures", "Lanes", "Recording", "Recordings", "StepRecord", "advice", "aligned", "arrows", "bars_of",
+    "figures_of", "longest", "predict", "predicted_bars", "read", "read_file", "verdict",
+]  # fmt: skip

@@ -51,18 +51,11 @@ class _Timed(Struct):
     args: _Call = _Call()
 
 
-def add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], None]) -> None:
-    """Add the events that count to a capture; times in the file are microseconds.
+def _add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], None]) -> None:
+    """Add the events that count to a capture, and tell ``seen`` which share was read; times there are microseconds.
 
-    Args:
-        capture: The process of the trace.
-        events: JSON of the events.
-        seen: Told from time to time which share of the events was read.
-
-    Raises:
-        DecodeError: An event has another form.
-        UnicodeDecodeError: A name is not text.
-        OverflowError: A time or a number does not fit into 64 bits.
+    DecodeError for an event of another form, UnicodeDecodeError for a name that is not text, OverflowError for a time
+    or a number that does not fit into 64 bits.
     """
     event_of, timed_of = Decoder(_Event).decode, Decoder(_Timed, strict=False).decode  # a time may be a text
     threads: dict[tuple[str, str], int] = {}
@@ -281,7 +274,7 @@ def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recordin
         capture = Capture(
             path, "torch.profiler", rank=distributed.rank, world=distributed.world_size, about=content.about or About()
         )
-        add_events(capture, content.events, seen)
+        _add_events(capture, content.events, seen)
     except RecursionError:
         raise ValueError(f"{path}: it is nested too deeply; {_ALLOWED}") from None
     except (DecodeError, UnicodeDecodeError, OverflowError) as error:

@@ -22,22 +22,8 @@ from torch.profiler import profile
 
 from overlap1f1b.cut.bits import local_part
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.plan import (
-    EXCHANGED,
-    MOVES,
-    OF_PARAMETERS,
-    About,
-    ActionRange,
-    CostKey,
-    Label,
-    Node,
-    NodeRange,
-    Place,
-    Resource,
-    Span,
-    StepRange,
-)
-from overlap1f1b.plan.ranges import FORMAT, VERSION
+from overlap1f1b.plan import EXCHANGED, MOVES, OF_PARAMETERS, CostKey, Node, Place, Resource, Span
+from overlap1f1b.plan.ranges import FORMAT, VERSION, About, ActionRange, Label, NodeRange, StepRange
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.times import Times
 from overlap1f1b.schedule import Action, Kind, Program

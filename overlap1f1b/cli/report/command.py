@@ -19,19 +19,9 @@ from overlap1f1b.cli.options import PICTURES, ReportOptions, ReportOutput
 from overlap1f1b.cli.report import figures
 from overlap1f1b.cli.report.figures import LONGEST, content_of, print_table, remarks, tables_of
 from overlap1f1b.plan.intervals import intersection
-from overlap1f1b.profiling import (
-    Bar,
-    Lanes,
-    Recording,
-    Recordings,
-    aligned,
-    arrows,
-    bars_of,
-    predict,
-    predicted_bars,
-    read,
-)
-from overlap1f1b.profiling.reading import Progress, files_of
+from overlap1f1b.profiling import Bar, Lanes, Recording, Recordings, aligned, arrows, bars_of, predicted_bars
+from overlap1f1b.profiling.bars import predict
+from overlap1f1b.profiling.reading import Progress, files_of, read
 from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation.drawing import LETTERS
 from overlap1f1b.simulation.trace import write_trace
