@@ -279,7 +279,7 @@ def test_several_records_of_unknown_steps(capsys: Capture, tmp_path: Path) -> No
 def test_a_report_that_lasts_says_how_far_it_is(
     capsys: Capture, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    for name in ("profiling.reading:_read_json", "cli.report.command:content_of", "cli.report.command:_write"):
+    for name in ("profiling.reading:_read_json", "cli.report.command:content_of", "cli.report.command:paint"):
         lasting(monkeypatch, f"overlap1f1b.{name}")
     given = {"--html": (run, "--html", tmp_path / "a.html"), "--compare": ("--compare", run, run / "rank0.json")}
     out = report(capsys, *given[option]).out
