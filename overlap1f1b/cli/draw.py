@@ -157,16 +157,12 @@ def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:
 class Grid(NamedTuple):
     """A drawing as text.
 
-        rank 0 F0-      B0----
-        time   |0    |2    |4
-
-    Args:
-        lines: The tracks, then the axis of time, in pieces: a text, and a key of ``STYLES`` (or nothing, or axis).
-        until: The time at which the drawing was cut off; None if it is whole.
+    rank 0 F0-      B0----
+    time   |0    |2    |4
     """
 
-    lines: list[list[tuple[str, str]]]
-    until: float | None
+    lines: list[list[tuple[str, str]]]  # tracks, then the axis, in pieces: a text, and a key of STYLES, axis or nothing
+    until: float | None  # the time at which the drawing was cut off; None if it is whole
 
     @classmethod
     def of(cls, tracks: Sequence[Track], *, width: int, shortens: bool = False) -> Grid:
