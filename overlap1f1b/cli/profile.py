@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from torch.profiler import profile as torch_profile
 
-from overlap1f1b.cli.report.figures import content_of, print_table, print_verdict, tables_of
+from overlap1f1b.cli.report.figures import content_of, of_timeline, print_table, print_verdict, tables_of
 from overlap1f1b.engine import Engine
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.times import Times
@@ -33,13 +33,6 @@ from overlap1f1b.terminal.output import Say, console, number, plain_table, print
 
 Options = ProfileTrainOptions | ProfileBenchOptions
 COUNTERS = ("step_ms", "exchange_ms", "exposed_ms")
-
-
-def counters(timeline: Timeline, *, alone: bool) -> dict[str, float | None]:
-    """Return the JSON of one step by the engine's own counters; ``alone``: no other rank shares this rank's experts."""
-    exchange, exposed = (0.0, 0.0) if alone else (timeline.exchange, timeline.exposed)
-    times = (1e3 * time for time in (timeline.makespan, exchange, exposed))
-    return dict(zip(COUNTERS, times, strict=True)) | {"hidden_fraction": timeline.hidden_fraction if exchange else None}
 
 
 class Last(Observer):
@@ -75,7 +68,7 @@ def profile(options: Options, rank: Rank) -> None:
             for number in range(options.profile_steps):
                 say(f"{number} {steps}")
                 step()
-                measured.append(counters(Timeline(last.spans()), alone=rank.group is None))
+                measured.append(of_timeline(Timeline(last.spans()), 1e3, alone=rank.group is None))
         say(f"{options.profile_steps} {steps}, now writing the files")
         traced = [*tool.files, *([options.out / f"rank{rank.rank}.sqlite"] if options.nsys else [])]
         mine = {"rank": rank.rank, "files": [str(path) for path in traced], "steps": measured}

@@ -112,7 +112,8 @@ def _report(files: Sequence[Path], output: ReportOutput, screen: Console, say: S
         bars = bars_of(recordings.ranks, step)
         if output.predicted:
             timelines = predict(recordings.ranks, step)
-            figures.add_predicted(content, timelines, step)
+            for rank in content["ranks"]:
+                rank["predicted"] = {"step": step, **figures.of_timeline(timelines[rank["rank"]])}
             predicted = predicted_bars(recordings.ranks, timelines)
             bars += predicted
         if not bars:

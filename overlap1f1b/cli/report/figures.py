@@ -58,17 +58,12 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
     return lines + [f"left out: {text}" for text in content["left_out"]]
 
 
-def add_predicted(content: dict[str, Any], timelines: Mapping[int, Timeline], step: int) -> None:
-    """Add the figures of a simulated step to its rank's figures."""
-    for rank in content["ranks"]:
-        timeline = timelines[rank["rank"]]
-        rank["predicted"] = {
-            "step": step,
-            "step_ms": timeline.makespan,
-            "exchange_ms": timeline.exchange,
-            "exposed_ms": timeline.exposed,
-            "hidden_fraction": timeline.hidden_fraction if timeline.exchange else None,
-        }
+def of_timeline(timeline: Timeline, unit_ms: float = 1.0, *, alone: bool = False) -> dict[str, float | None]:
+    """Return the JSON of one step, simulated or measured; ``alone``: no other rank shares this rank's experts."""
+    exchange, exposed = (0.0, 0.0) if alone else (timeline.exchange, timeline.exposed)
+    times = {"step_ms": timeline.makespan, "exchange_ms": exchange, "exposed_ms": exposed}
+    share = timeline.hidden_fraction if exchange else None
+    return {name: unit_ms * time for name, time in times.items()} | {"hidden_fraction": share}
 
 
 def sentence_of(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str]) -> str:
