@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of
@@ -16,63 +16,48 @@ PipeStage = tuple[int, int]
 """(pipe, stage)."""
 
 
-class RankBuilder:
-    """Builds one rank's slots: counts microbatches of each stage, from the ``first`` of each pipe, and queues W.
+def row_of(steps: Iterable[tuple[str, int]], stages: Sequence[PipeStage], first: Sequence[int] = (0,)) -> list[Slot]:
+    """Return a rank's slots from steps in words, each with how often it comes.
 
-    >>> row = RankBuilder()
-    >>> row.add(Kind.F, (0, 3)); row.add(Kind.F, (0, 3)); row.add(Kind.I, (0, 3)); row.weight()
-    >>> print(*row.slots)
-    3F0 3F1 3I0 3W0
+    The words name one of the rank's two ``stages``: ``F0`` is the next forward of the one, ``B1`` or ``I1`` the next
+    backward of the other, ``F0‖B1`` both as a pair. ``W1`` is the oldest weight gradient that waits there, ``W`` the
+    oldest of all. Microbatches count from the ``first`` of each pipe.
+
+    >>> print(*row_of([("F1", 2), ("I1 W", 1), ("F0‖B1", 1)], stages=((0, 0), (0, 3))))
+    3F0 3F1 3I0 3W0 (0F0;3B1)OVERLAP_F_B
     """
+    slots, waiting, count = list[Slot](), deque[Action](), Counter[tuple[PipeStage, bool]]()
+    meaning = {f"{kind.value}{number}": (kind, of) for kind in Kind for number, of in enumerate(stages)}
 
-    def __init__(self, first: Sequence[int] = (0,)) -> None:
-        self.slots: list[Slot] = []
-        self.first = first
-        self.count: Counter[tuple[PipeStage, bool]] = Counter()
-        self.waiting: deque[Action] = deque()
+    def following(word: str) -> Action:
+        kind, of = meaning[word]
+        count[of, kind is Kind.F] += 1
+        return Action(kind, of[1], first[of[0]] + count[of, kind is Kind.F] - 1, of[0])
 
-    def _next(self, of: PipeStage, kind: Kind) -> Action:
-        key = (of, kind is Kind.F)
-        microbatch = self.first[of[0]] + self.count[key]
-        self.count[key] += 1
-        return Action(kind, of[1], microbatch, of[0])
-
-    def add(self, kind: Kind, of: PipeStage) -> None:
-        """Add the next forward, backward or input gradient of a stage; the weight gradient of the last one waits."""
-        action = self._next(of, kind)
-        self.slots.append(action)
-        if kind is Kind.I:
-            self.waiting.append(action)
-
-    def weight(self, of: PipeStage | None = None) -> None:
-        """Add the oldest waiting weight gradient, of one stage or of any, if there is one."""
-        for action in self.waiting:
-            if of is None or (action.pipe, action.stage) == of:
-                self.waiting.remove(action)
-                self.slots.append(action._replace(kind=Kind.W))
-                return
-
-    def pair(self, forward: PipeStage, backward: PipeStage) -> None:
-        """Add a pair: the next forward of one stage and the next backward of another."""
-        self.slots.append(Pair(self._next(forward, Kind.F), self._next(backward, Kind.B)))
+    for words, times in steps:
+        for word in words.split() * times:
+            if word[0] == "W":
+                _, of = meaning.get(word, (Kind.W, None))
+                action = next(one for one in waiting if of in (None, (one.pipe, one.stage)))
+                waiting.remove(action)
+                slots.append(action._replace(kind=Kind.W))
+            elif "‖" in word:
+                slots.append(Pair(*map(following, word.split("‖"))))
+            else:
+                action = following(word)
+                slots.append(action)
+                if action.kind is Kind.I:
+                    waiting.append(action)
+    return slots
 
 
 @dataclass(frozen=True)
 class DualPipe(Schedule):
     """Two pipes in opposite directions (DeepSeek-V3, arXiv 2412.19437): every rank holds two stages of the model.
 
-    Eight steps, with H = P/2, h = min(r, P−1−r), and the pipes 0 and 1, swapped in the second half of the ranks::
-
-        1. F0         × 2(H−h−1)
-        2. F0 F1      × (h+1)
-        3. I1 W F1    × (H−h−1)
-        4. F0‖B1 F1‖B0  × (M/2−P+h+1), the first F0 and B1 of a middle rank apart
-        5. B1 F1‖B0   × (H−h−1)
-        6. B1 B0      × (h+1), from the middle on I in place of B
-        7. W I0       × (H−h−1)
-        8. W          × (h+1)
-
-    P = 2, M = 4 (pipe 1 has microbatches 2 and 3, its stages are marked with ')::
+    A rank has the eight steps below, with H = P/2, h = min(r, P−1−r), and M/2−P+h+1 rounds of step 4. Its stages 0 and
+    1 are of these pipes, in the second half of the ranks of the other ones. P = 2, M = 4 (pipe 1 has microbatches 2 and
+    3, its stages are marked with ')::
 
         rank 0: 0F0 1'F2 0F1 1'B2 0B0‖1'F3 1'B3 0I1 0W1
         rank 1: 0'F2 1F0 0'F3 1B0 0'B2‖1F1 1B1 0'I3 0'W3
@@ -98,7 +83,7 @@ class DualPipe(Schedule):
             near, far = ((0, rank), (1, ranks - 1 - rank))[:: 1 if rank < ranks // 2 else -1]
             depth = min(rank, ranks - 1 - rank)
             main = microbatches // 2 - ranks + depth + 1
-            rows.append(_eight_steps(RankBuilder(first), ranks // 2, depth, main, near, far))
+            rows.append(row_of(_eight_steps(ranks // 2, depth, main), (near, far), first))
         return program_of("dualpipe", microbatches, placement, rows)
 
 
@@ -125,44 +110,31 @@ class DualPipeV(Schedule):
                 f"allowed: {2 * ranks} or more"
             )
         rows = [
-            _eight_steps(
-                RankBuilder(), ranks, rank, microbatches - 2 * ranks + rank + 1, (0, rank), (0, 2 * ranks - 1 - rank)
-            )
+            row_of(_eight_steps(ranks, rank, microbatches - 2 * ranks + rank + 1), _folded(rank, ranks))
             for rank in range(ranks)
         ]
         return program_of("dualpipev", microbatches, Placement.v(ranks), rows)
 
 
-def _eight_steps(row: RankBuilder, half: int, depth: int, main: int, zero: PipeStage, one: PipeStage) -> list[Slot]:
-    """Return a rank's row: DualPipe's eight steps, over its two stages."""
+def _eight_steps(half: int, depth: int, main: int) -> list[tuple[str, int]]:
+    """Return DualPipe's eight steps of a rank."""
     outer, inner = half - depth - 1, depth + 1
-    for _ in range(2 * outer):
-        row.add(Kind.F, zero)
-    for _ in range(inner):
-        row.add(Kind.F, zero)
-        row.add(Kind.F, one)
-    for _ in range(outer):
-        row.add(Kind.I, one)
-        row.weight()
-        row.add(Kind.F, one)
-    for turn in range(main):
-        if turn == 0 and outer == 0:
-            row.add(Kind.F, zero)
-            row.add(Kind.B, one)
-        else:
-            row.pair(zero, one)
-        row.pair(one, zero)
-    for _ in range(outer):
-        row.add(Kind.B, one)
-        row.pair(one, zero)
-    for turn in range(2 * inner):  # one, zero, one, …: in the second half W waits
-        row.add(Kind.B if turn < inner else Kind.I, zero if turn % 2 else one)
-    for _ in range(outer):
-        row.weight()
-        row.add(Kind.I, zero)
-    for _ in range(inner):
-        row.weight()
-    return row.slots
+    apart = int(outer == 0)  # on a middle rank the first pair of step 4 is none
+    return [
+        ("F0", 2 * outer),
+        ("F0 F1", inner),
+        ("I1 W F1", outer),
+        *(("F0 B1 F1‖B0", apart), ("F0‖B1 F1‖B0", main - apart)),
+        ("B1 F1‖B0", outer),
+        *(("B1 B0", inner // 2), ("B1 I0", inner % 2), ("I1 I0", inner // 2)),  # from the middle on W waits
+        ("W I0", outer),
+        ("W", inner),
+    ]
+
+
+def _folded(rank: int, ranks: int) -> tuple[PipeStage, PipeStage]:
+    """Return a rank's stages on a V: down and up."""
+    return (0, rank), (0, 2 * ranks - 1 - rank)
 
 
 @dataclass(frozen=True)
@@ -183,42 +155,28 @@ class ZBV(Schedule):
     fixed_chunks = 2
 
     def program(self, microbatches: int, ranks: int) -> Program:
-        return program_of(
-            "zb_v", microbatches, Placement.v(ranks), [_v_row(rank, ranks, microbatches) for rank in range(ranks)]
-        )
+        rows = [
+            [
+                slot
+                for slot in row_of(_down_and_up(rank, ranks, max(2 * ranks - 1, microbatches)), _folded(rank, ranks))
+                if all(action.microbatch < microbatches for action in actions_of(slot))
+            ]
+            for rank in range(ranks)
+        ]
+        return program_of("zb_v", microbatches, Placement.v(ranks), rows)
 
 
-def _v_row(rank: int, ranks: int, microbatches: int) -> list[Slot]:
-    """Return a rank's row, with weight gradients where it would wait."""
-    total = max(2 * ranks - 1, microbatches)
-    down, up = (0, rank), (0, 2 * ranks - 1 - rank)
-    row = RankBuilder()
-
-    def whole(place: tuple[int, int]) -> None:
-        row.add(Kind.I, place)
-        row.weight(place)
-
-    for _ in range(2 * (ranks - rank) - 1):
-        row.add(Kind.F, down)
-    for _ in range(rank):
-        row.add(Kind.F, up)
-        row.add(Kind.F, down)
-    for _ in range(ranks - rank):
-        row.add(Kind.F, up)
-        whole(up)
-    for microbatch in range(ranks, total):  # of the forward on the way up
-        if microbatch + ranks - rank - 1 < total:
-            row.add(Kind.F, down)
-        whole(down)
-        row.add(Kind.F, up)
-        whole(up)
-    for _ in range(rank):
-        row.add(Kind.I, down)
-        row.add(Kind.I, up)
-    for _ in range(ranks - rank):
-        row.add(Kind.I, down)
-        row.weight(down)
-    for place in (up, down):
-        while any((action.pipe, action.stage) == place for action in row.waiting):
-            row.weight(place)
-    return [slot for slot in row.slots if all(action.microbatch < microbatches for action in actions_of(slot))]
+def _down_and_up(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
+    """Return the steps of a rank of the V, with weight gradients where it would wait."""
+    behind = ranks - rank - 1  # ranks before the turn
+    return [
+        ("F0", 2 * behind + 1),
+        ("F1 F0", rank),
+        ("F1 I1 W1", behind + 1),
+        ("F0 I0 W0 F1 I1 W1", microbatches - ranks - behind),
+        ("I0 W0 F1 I1 W1", behind),
+        ("I0 I1", rank),
+        ("I0 W0", behind + 1),
+        ("W1", rank),
+        ("W0", rank),
+    ]
