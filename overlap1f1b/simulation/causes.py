@@ -114,7 +114,6 @@ class Causes:
                 self._computed.setdefault(span.node.chain, []).append(span.end)
         lost = [sum(end - start for start, end, cause in self._idle(gap, {}) if cause == "host") for gap in self._gaps]
         before, begins = [0.0, *accumulate(lost)], [gap.start for gap in self._gaps]
-        self._moved: dict[Node, float] = {}
         self.flown: dict[Node, Flown] = {}
         for span in self._flights.values():
             number = bisect_right(begins, span.start)
@@ -128,20 +127,19 @@ class Causes:
     def pooled(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Causes:
         """Return the same by costs of the plan, and with what other ranks saw."""
         found = copy(self)
-        found._costs, found._others, found._moved = costs, others, {}
-        vars(found).pop("_late", None)
+        found._costs, found._others = costs, others
+        vars(found).pop("_flights_late", None)
         return found
 
     @property
     def moved(self) -> Mapping[Node, float]:
         """How long each exchange moved: without the waits for a last rank and for one before it on the link."""
-        _ = self._late
-        return self._moved
+        return self._flights_late[1]
 
     @property
     def idle(self) -> list[Idle]:
         """The times without compute in their order, each with its cause."""
-        late = self._late
+        late, _ = self._flights_late
         return [piece for gap in self._gaps for piece in self._idle(gap, late)]
 
     @property
@@ -188,9 +186,9 @@ class Causes:
             yield Idle(idle, end, "order")
 
     @cached_property
-    def _late(self) -> dict[Node, Late]:
-        """Return by how much each exchange is late, by cause."""
-        found: dict[Node, Late] = {}
+    def _flights_late(self) -> tuple[dict[Node, Late], dict[Node, float]]:
+        """Return by how much each exchange is late, by cause, and how long it moved."""
+        found, moved = dict[Node, Late](), dict[Node, float]()
         before: dict[Resource, Span] = {}
         level = [0.0] * len(self._others)  # by how much each one's host was later than this one's, and waited for
         stalls: dict[Node, float] = {}
@@ -232,9 +230,8 @@ class Causes:
             rows = min(max(0.0, own - even), even * max(0.0, load[0] / mean - 1.0))
             late["imbalance"] += rows
             late["link"] += max(0.0, own - even - rows)
-            self._moved[node] = own
-            found[node], before[node.resource] = late, span
-        return found
+            found[node], moved[node], before[node.resource] = late, own, span
+        return found, moved
 
     def _loads(self, node: Node, others: Sequence[Mapping[Node, Flown]]) -> tuple[list[float], float]:
         """Return what this rank and each other one had to move, the larger of sent and received, and the mean of ranks.
@@ -261,13 +258,9 @@ def _queued(flights: Iterable[Span]) -> dict[Node, Span]:
         for span in these:
             near = _NEAR * (span.end - span.start)
             number = bisect_right(ends, span.start + _NOTICED * near) - 1
-            if (
-                number >= 0
-                and these[number] is not span
-                and ends[number] >= span.start - near
-                and these[number].start < span.start
-            ):
-                found[span.node] = these[number]
+            before = these[number] if number >= 0 else span
+            if before is not span and before.end >= span.start - near and before.start < span.start:
+                found[span.node] = before
     return found
 
 
