@@ -192,12 +192,11 @@ class Program:
         deque(flow(self), maxlen=0)
         for rank, slots in enumerate(() if self.forward_only else self.ranks):
             alive, pending = peaks_of(slots)
+            where = f"program {self.name!r}, rank {rank}"
             if alive > (most := self.peak_activations[rank]):
-                raise ValueError(f"program {self.name!r}, rank {rank}: {alive} microbatches alive, declared are {most}")
+                raise ValueError(f"{where}: {alive} microbatches alive, declared are {most}")
             if self.peak_weights and pending > (most := self.peak_weights[rank]):
-                raise ValueError(
-                    f"program {self.name!r}, rank {rank}: {pending} weight gradients wait, declared are {most}"
-                )
+                raise ValueError(f"{where}: {pending} weight gradients wait, declared are {most}")
 
 
 def program_of(name: str, microbatches: int, placement: Placement, rows: Iterable[Iterable[Slot]]) -> Program:
@@ -276,35 +275,30 @@ def _why_stuck(program: Program, at: list[int], waiting: dict[int, list[int]]) -
 
 def _check_sizes(program: Program) -> None:
     """Raise a ValueError for ranks, sizes or slots that do not fit together."""
-    check_kind(f"program {program.name!r}: placement", program.placement, Placement)
+    named = f"program {program.name!r}"
+    check_kind(f"{named}: placement", program.placement, Placement)
     for name in ("ranks", "peak_activations", "peak_weights"):
-        check_kind(f"program {program.name!r}: {name}", getattr(program, name), tuple, list)
-    check_size(f"program {program.name!r}: microbatches", program.microbatches)
+        check_kind(f"{named}: {name}", getattr(program, name), tuple, list)
+    check_size(f"{named}: microbatches", program.microbatches)
     count = len(program.ranks)
     placed, same = program.placement.ranks, "allowed: the same number"
     if placed != count:
-        raise ValueError(f"program {program.name!r} has {count} ranks and a placement over {placed}; {same}")
+        raise ValueError(f"{named} has {count} ranks and a placement over {placed}; {same}")
     declared = {"peak activations": program.peak_activations, "waiting weight gradients": program.peak_weights}
     for what, values in declared.items():
         if len(values) != count and (values or what == "peak activations"):
-            raise ValueError(
-                f"program {program.name!r} declares {what} for {len(values)} ranks and has {count}; {same}"
-            )
+            raise ValueError(f"{named} declares {what} for {len(values)} ranks and has {count}; {same}")
         for value in values:
-            check_size(f"program {program.name!r}: {what}", value, 0)
+            check_size(f"{named}: {what}", value, 0)
     for rank, slots in enumerate(program.ranks):
         for position, slot in enumerate(slots):
             if not _is_slot(slot):
-                raise ValueError(
-                    f"program {program.name!r}, rank {rank}, position {position}: {slot!r} is not an action; "
-                    "allowed: an Action of a Kind, or a Pair of two"
-                )
+                why = f"{slot!r} is not an action; allowed: an Action of a Kind, or a Pair of two"
+                raise ValueError(f"{named}, rank {rank}, position {position}: {why}")
         wanted = program.microbatches_of(0)  # its length may be too large for len()
         if wanted.stop - wanted.start - 2 * len(slots) > _FAR:
-            raise ValueError(
-                f"program {program.name!r}, rank {rank} has {len(slots)} actions for "
-                f"{program.microbatches} microbatches; allowed: at least one for each"
-            )
+            why = f"{len(slots)} actions for {program.microbatches} microbatches; allowed: at least one for each"
+            raise ValueError(f"{named}, rank {rank} has {why}")
 
 
 def _is_slot(slot: object) -> bool:
