@@ -15,6 +15,7 @@ In every round each beginning becomes longer by one node::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from operator import itemgetter
 from random import Random
 from typing import NamedTuple
@@ -24,7 +25,6 @@ from overlap1f1b.plan.node import RECOMPUTES
 from overlap1f1b.plan.precedence import Placed, Precedence
 from overlap1f1b.schedule import Kind
 
-_FOREVER = float("inf")
 _SCORE = itemgetter(0)
 ALIKE = 4
 """Beginnings that stay of those that have played the same nodes."""
@@ -122,7 +122,7 @@ class Beam:
             budget.spend(KEPT * len(stay))
         starts = [0.0] * len(self.times)
         if not stay:
-            return _FOREVER, starts
+            return inf, starts
         one, end = min(stay, key=lambda one: max(one.free)), 0.0
         while one.before is not None:
             starts[one.node] = one.start
@@ -140,7 +140,7 @@ class Beam:
         # Waiting weight gradients hold activations, so they come before what is computed again.
         if waits := {lanes[node] for node in coming if weights[node]} if True in self.again else ():
             coming = {node: start for node, start in coming.items() if not (self.again[node] and lanes[node] in waits)}
-        first, lane = _FOREVER, -1
+        first, lane = inf, -1
         for node, start in coming.items():
             on = lanes[node]
             end = (start if start > free[on] else free[on]) + times[node]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from math import inf
 from operator import add
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ from overlap1f1b.schedule.placement import SINGLE
 Key = tuple[int, int, int, Kind]
 """Pipe, stage, microbatch and direction of a chain of nodes."""
 
-_FOREVER = float("inf")
 # The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
 _SEND, _RECEIVE, _GATHER, _RELEASE = Op.SEND, Op.RECEIVE, Op.GATHER, Op.RELEASE
@@ -128,7 +128,7 @@ class Clock:
             return arrived.get((needed, call, part), ready)  # of several parts each waits for its own
         if key in self.awaited:
             transfer = self.arrivals.get(key)
-            return _FOREVER if transfer is None else transfer.end
+            return inf if transfer is None else transfer.end
         if kind is _F:  # the first node of a chain needs the chain before it
             return self.ready.get((pipe, stage - 1, microbatch, kind), 0.0)
         forward = self.ready.get((pipe, stage, microbatch, _F), 0.0)
@@ -289,6 +289,14 @@ def play_ranks(
     return [spans for spans, _ in play_clocks(ranks, placement, costs, counts_block=counts_block)]
 
 
+def makespan(
+    ranks: Sequence[Sequence[Node]], placement: Placement, costs: NodeCosts, *, counts_block: bool = False
+) -> float:
+    """Return the end of the last node of all ranks."""
+    played = play_ranks(ranks, placement, costs, counts_block=counts_block)
+    return max((span.end for spans in played for span in spans), default=0.0)
+
+
 def play_clocks(
     ranks: Sequence[Sequence[Node]], placement: Placement, costs: NodeCosts, *, counts_block: bool = False
 ) -> list[tuple[list[Span], list[Span]]]:
@@ -311,7 +319,7 @@ def play_clocks(
         for position in range(len(done), len(nodes)):
             node = nodes[position]
             needed = clock.needed(node)
-            if needed == _FOREVER:
+            if needed == inf:
                 waiting.setdefault(node.chain, []).append(rank)
                 break
             if costs.shared_links and max(clock.now, needed) > time:  # until then others may delay a transfer

@@ -20,7 +20,7 @@ from operator import attrgetter
 from overlap1f1b.plan.beam import KEPT, Beam
 from overlap1f1b.plan.budget import Budget
 from overlap1f1b.plan.chains import Chains, Shapes
-from overlap1f1b.plan.clock import play_ranks
+from overlap1f1b.plan.clock import makespan
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.justification import justified, lightened
 from overlap1f1b.plan.node import OF_PARAMETERS, Node, Resource
@@ -146,8 +146,7 @@ def improved(plan: Plan, costs: NodeCosts, *, counts_block: bool, budget: Budget
     chains = Chains(plan.program.placement, plan.shapes)
     tries = _Tries(plan.program, chains, costs, plan.overlap, counts_block, (), budget)
     ranks = [[node for node in nodes if node.op not in OF_PARAMETERS] for nodes in plan.ranks]
-    played = play_ranks(ranks, plan.program.placement, tries.free)
-    tries.listed = max(span.end for spans in played for span in spans), ranks
+    tries.listed = makespan(ranks, plan.program.placement, tries.free), ranks
     tries.best[plan.order], tries.scheduled = plan, plan.predicted
     tries.search()
     return tries.ordered()[0]
@@ -170,6 +169,7 @@ class _Tries:
         self.counts_block, self.rooms, self.budget = counts_block, rooms, budget
         self.free = replace(costs, launch={})
         self.slower = NO_SLOWER if costs.bytes else 1.0  # without bytes less is only counted
+        self.serial = [list(serial(program.actions(rank), chains)) for rank in range(len(program.ranks))]
         self.best: dict[str, Plan] = {}
         self.played: list[Plan] = []
         """All plans whose activations are yet to leave to host memory."""
@@ -192,8 +192,7 @@ class _Tries:
             if self.costs.launch:  # then a receive takes time of the host, so its place counts
                 nodes = receiving_in_order(nodes, self.chains)
             if end is None or self.replayed:
-                played = play_ranks(nodes, self.program.placement, self.costs, counts_block=self.counts_block)
-                end = max((span.end for rank in played for span in rank), default=0.0)
+                end = makespan(nodes, self.program.placement, self.costs, counts_block=self.counts_block)
             peak = self.costs.peak_bytes(nodes)
             plan = Plan(self.program, self.overlap, order, self.chains.shapes, nodes, end, peak)
             found.append(plan)
@@ -204,9 +203,8 @@ class _Tries:
 
     def keep(self, plan: Plan) -> None:
         """Keep a plan that is the fastest of its name."""
-        if plan.fits(self.rooms) and not (
-            plan.order in self.best and self.best[plan.order].predicted <= plan.predicted
-        ):
+        best = self.best.get(plan.order)
+        if plan.fits(self.rooms) and (best is None or plan.predicted < best.predicted):
             self.best[plan.order] = plan
 
     def ordered(self) -> list[Plan]:
@@ -227,16 +225,12 @@ class _Tries:
         """Add the fixed orders, and those of list scheduling."""
         program, chains, overlap, rows = self.program, self.chains, self.overlap, range(len(self.program.ranks))
         if overlap != "pairs":
-            self.add("serial", [list(serial(program.actions(rank), chains)) for rank in rows])
+            self.add("serial", self.serial)
         if overlap != "serial":
             self.add("pairs", [list(pairs(program.ranks[rank], chains)) for rank in rows])
         if not isinstance(overlap, int):
             return
-        computes = [
-            [node for node in serial(program.actions(rank), chains) if node.resource is Resource.COMPUTE]
-            for rank in rows
-        ]
-        loads = [sum(map(self.costs, nodes)) for nodes in computes]
+        loads = [sum(self.costs(node) for node in nodes if node.resource is Resource.COMPUTE) for nodes in self.serial]
         ends: list[tuple[float, Policy]] = []
         most = min(overlap, max(len(list(program.actions(rank))) for rank in rows))  # more actions cannot be open
         for number, (deferred, patience) in enumerate(product(DEFERRED, PATIENCES)):
@@ -297,15 +291,14 @@ class _Tries:
         ranks = [[node for node in nodes if node.op not in OF_PARAMETERS] for nodes in light.ranks]
         starts = needs.starts(ranks, counts_block=self.counts_block)
         limit = max(map(sum, zip(starts, needs.times, strict=True))) * fast / (light.predicted or 1.0)
-        serials = [list(serial(self.program.actions(rank), self.chains)) for rank in range(len(light.ranks))]
-        alone = [[node for node in nodes if not node.microbatch] for nodes in serials]
+        alone = [[node for node in nodes if not node.microbatch] for nodes in self.serial]
         least, most = max(self.costs.peak_bytes(alone), default=1.0), light.memory()
         rooms = [least + share / ROOMS * (most - least) for share in range(ROOMS + 1)]
         for room in rooms if self.costs.bytes else dict.fromkeys(map(math.floor, rooms)):
             width = min(WIDTH, int(LIGHTER * self.budget.left / (KEPT * len(needs.nodes))))
             if width < LEAST_WIDTH:
                 break
-            end, found = Beam(needs, [room] * len(serials)).run(width, 0.0, limit, self.budget)
+            end, found = Beam(needs, [room] * len(alone)).run(width, 0.0, limit, self.budget)
             if end <= limit:
                 starts = found
                 self.add(f"k={self.overlap}", needs.issued(starts, counts_block=self.counts_block))  # perhaps faster

@@ -22,12 +22,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from math import inf
 from random import Random
 from typing import Any
 
 from overlap1f1b.plan.budget import Budget
 from overlap1f1b.plan.node import RESOURCE_OF, Resource
-from overlap1f1b.plan.precedence import Lags, Placed, Precedence
+from overlap1f1b.plan.precedence import Placed, Precedence
 from overlap1f1b.schedule import Kind
 
 LATE = 200
@@ -119,7 +120,7 @@ def lightened(needs: Precedence, starts: Sequence[float], limit: float, budget: 
     def state(end: float, starts: Sequence[float]) -> _State:
         """Return what is held, the starts, and the order of the rank that holds the most, with the position of that."""
         if end > limit:
-            return float("inf"), starts, [], 0
+            return inf, starts, [], 0
         most, total, found, at = -1.0, 0.0, list[int](), 0
         for these in computes:
             level, order = 0.0, sorted(these, key=lambda node: (starts[node], needs.times[node] > 0))
@@ -167,27 +168,17 @@ def lightened(needs: Precedence, starts: Sequence[float], limit: float, budget: 
 def _packed_right(needs: Precedence, starts: Sequence[float]) -> list[float]:
     """Return when nodes start if each ends as late as the others let it."""
     ends = [-(start + time) for start, time in zip(starts, needs.times, strict=True)]
-    last, back = _placed(ends, needs, needs.behind, needs.before)
+    last, back = _packed(needs, ends, right=True)
     return [last - start - time for start, time in zip(back, needs.times, strict=True)]
 
 
-def _packed(needs: Precedence, keys: Sequence[float], since: Sequence[float] = ()) -> Placed:
-    """Return a step by keys, whose nodes start no earlier than ``since``."""
-    return _placed(keys, needs, needs.before, needs.behind, since)
-
-
-def _placed(
-    keys: Sequence[float],
-    needs: Precedence,
-    before: Sequence[Lags],
-    behind: Sequence[Lags],
-    since: Sequence[float] = (),
-) -> Placed:
+def _packed(needs: Precedence, keys: Sequence[float], since: Sequence[float] = (), *, right: bool = False) -> Placed:
     """Return the step that the rules at the head of this module make, and its starts.
 
     The smallest key comes first, each node in the first gap of its lane behind its needs and ``since``. Packed to the
-    right, ``before`` and ``behind`` change places.
+    ``right``, time runs backwards: a node waits for those behind it.
     """
+    before, behind = (needs.behind, needs.before) if right else (needs.before, needs.behind)
     times, lanes, left = needs.times, needs.lanes, list(map(len, before))
     heap = [(key, node) for node, key in enumerate(keys) if not left[node]]
     heapify(heap)

@@ -14,13 +14,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf
 from operator import itemgetter
 
-from overlap1f1b.plan.clock import Span, play_ranks
+from overlap1f1b.plan.clock import Span, makespan, play_ranks
 from overlap1f1b.plan.costs import Held, NodeCosts, cost_key
 from overlap1f1b.plan.intervals import Interval
 from overlap1f1b.plan.node import MOVES, OWN_AGAIN, Node, Op, Resource
+from overlap1f1b.plan.orders import with_inserted
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
@@ -75,8 +77,7 @@ def offloaded(plan: Plan, costs: NodeCosts, rooms: Sequence[float] = (), *, coun
         else:
             line.leave_all()
         ranks.append(tuple(line.nodes()))
-    played = play_ranks(ranks, placement, costs, counts_block=counts_block)
-    end = max((span.end for spans in played for span in spans), default=0.0)
+    end = makespan(ranks, placement, costs, counts_block=counts_block)
     return replace(plan, ranks=tuple(ranks), predicted=end, peak_bytes=costs.peak_bytes(ranks))
 
 
@@ -144,19 +145,12 @@ class _Line:
 
     def __init__(self, spans: Sequence[Span], plan: Plan, costs: NodeCosts) -> None:
         self.order, self.costs = [span.node for span in spans], costs
-        self.issued: list[float] = []  # when all compute before a position has ended
-        self.starts: list[float] = []  # when the first compute at a position or behind it starts
-        now = 0.0
-        for node, _, end in spans:
-            self.issued.append(now)
-            now = max(now, end) if node.resource is Resource.COMPUTE else now
-        following = now
+        computed = (end if node.resource is Resource.COMPUTE else 0.0 for node, _, end in spans)
+        self.issued = [0.0, *accumulate(computed, max)]  # when all compute before a position has ended
+        self.starts = self.issued[-1:]  # when the first compute at a position or behind it starts
         for node, start, _ in reversed(spans):
-            following = start if node.resource is Resource.COMPUTE else following
-            self.starts.append(following)
+            self.starts.append(start if node.resource is Resource.COMPUTE else self.starts[-1])
         self.starts.reverse()
-        self.starts.append(now)
-        self.issued.append(now)
         self.out, self.back = _Link(), _Link()
         self.stays = list(self._stays(plan))
 
@@ -231,4 +225,4 @@ class _Line:
             for stay in sorted(away, key=lambda one: one.end if op is Op.FETCH else one.begin):
                 at = {Op.OFFLOAD: stay.begin, Op.FREE: stay.free, Op.FETCH: stay.fetch}[op]
                 added.setdefault(at, []).append(_copy(stay.node, op))
-        return [node for at in range(len(self.order) + 1) for node in (*added.get(at, ()), *self.order[at : at + 1])]
+        return with_inserted(self.order, added)

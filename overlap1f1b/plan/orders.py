@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, zip_longest
 
 from overlap1f1b.plan.chains import Chains
@@ -44,16 +44,12 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
     if not any(block.reduced for shape in chains.shapes for block in shape):
         return nodes
     last = {
-        (node.pipe, node.stage, node.block): index
-        for index, node in enumerate(nodes)
+        (node.pipe, node.stage, node.block): (behind, node)
+        for behind, node in enumerate(nodes, 1)
         if node.op in CONTRIBUTING and node.kind is not Kind.F and chains.shapes[node.stage][node.block].reduced
     }
-    reduced = []
-    for index, node in enumerate(nodes):
-        reduced.append(node)
-        if last.get((node.pipe, node.stage, node.block)) == index:
-            reduced.append(node._replace(op=Op.REDUCE, kind=Kind.W, call=0, part=0))
-    return reduced
+    added = {behind: (node._replace(op=Op.REDUCE, kind=Kind.W, call=0, part=0),) for behind, node in last.values()}
+    return with_inserted(nodes, added)
 
 
 def with_gathers(nodes: Iterable[Node], chains: Chains, at_once: float = math.inf) -> list[Node]:
@@ -96,7 +92,14 @@ def with_gathers(nodes: Iterable[Node], chains: Chains, at_once: float = math.in
         gathered[place] = next_use[at], at, gather
     for place in list(gathered):
         release(place)
-    return [node for at in range(len(nodes) + 1) for node in (*inserted.get(at, ()), *nodes[at : at + 1])]
+    return with_inserted(nodes, inserted)
+
+
+def with_inserted(nodes: Sequence[Node], added: Mapping[int, Sequence[Node]]) -> list[Node]:
+    """Return nodes with others before the positions for which they are given."""
+    if not added:
+        return list(nodes)
+    return [node for at in range(len(nodes) + 1) for node in (*added.get(at, ()), *nodes[at : at + 1])]
 
 
 def receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:

@@ -148,6 +148,11 @@ def microbatch_of(what: Action | Node) -> tuple[int, int, int]:
     return what.pipe, what.stage, what.microbatch
 
 
+def action_of(node: Node, backward: Kind = Kind.I) -> Action:
+    """Return the action that a node belongs to, of what is no forward the ``backward``."""
+    return Action(Kind.F if node.kind is Kind.F else backward, node.stage, node.microbatch, node.pipe)
+
+
 def parse_overlap(value: str | int) -> Overlap:
     """Parse an overlap setting.
 

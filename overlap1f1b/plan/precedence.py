@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import pairwise
+from math import inf
 
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import CostKey, Held, NodeCosts, cost_key
 from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, awaited_by, peer_of
-from overlap1f1b.plan.plan import microbatch_of
+from overlap1f1b.plan.plan import action_of, microbatch_of
 from overlap1f1b.schedule import Action, Kind
 
 Lags = tuple[tuple[int, float], ...]
@@ -75,7 +76,7 @@ class Precedence:
                     self.rank_of += [rank] if lane == len(self.rank_of) else []
                     self.lanes.append(lane)
         self._needs: list[dict[int, float]] = [{} for _ in self.nodes]
-        for action in dict.fromkeys(map(_action, self.nodes)):
+        for action in dict.fromkeys(map(action_of, self.nodes)):
             self._add_chain(action)
         for nodes in ranks:
             self._add_sums(nodes)
@@ -96,7 +97,7 @@ class Precedence:
             rests = [self.tails[other] + lag for other, lag in self.behind[number]]
             self.tails[number] = self.times[number] + max(0.0, *rests, 0.0)
         self.loads = [0.0] * len(self.rank_of)
-        self.rest = [float("inf")] * len(self.rank_of)
+        self.rest = [inf] * len(self.rank_of)
         for number, lane in enumerate(self.lanes):
             self.loads[lane] += self.times[number]
             self.rest[lane] = min(self.rest[lane], self.tails[number] - self.times[number])
@@ -223,12 +224,11 @@ class Precedence:
 
     def in_order(self, starts: Sequence[float]) -> list[int]:
         """Return the numbers of the nodes in the order of their starts, each behind all that it needs."""
-        number = {node: place for place, node in enumerate(self.order)}
 
-        def turn(node: int) -> tuple[float, bool, int]:  # one that takes no time before one that starts with it
-            return starts[node], self.times[node] > 0 or self.nodes[node].op in RECOMPUTES, number[node]
+        def turn(node: int) -> tuple[float, bool]:  # one that takes no time before one that starts with it
+            return starts[node], self.times[node] > 0 or self.nodes[node].op in RECOMPUTES
 
-        return sorted(number, key=turn)
+        return sorted(self.order, key=turn)
 
     def issued(self, starts: Sequence[float], *, counts_block: bool) -> list[list[Node]]:
         """Return the nodes of every rank in issue order, for the times at which they start.
@@ -271,15 +271,10 @@ class Precedence:
         for node in nodes:
             if node.kind is not Kind.W and node.op not in RECOMPUTES and node.chain not in begun:
                 begun.add(node.chain)
-                first = self.chains.of(Action(node.kind, node.stage, node.microbatch, node.pipe))[0]
+                first = self.chains.of(action_of(node))[0]
                 order += [first] if first.op is Op.RECEIVE else []
             order.append(node)
         return order
-
-
-def _action(node: Node) -> Action:
-    kind = Kind.F if node.kind is Kind.F else Kind.I
-    return Action(kind, node.stage, node.microbatch, node.pipe)
 
 
 def interrupted(jobs: Iterable[tuple[float, float, float]]) -> float:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 from overlap1f1b.plan.bounds import Alone
@@ -30,7 +31,6 @@ from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, awaited_by
 from overlap1f1b.plan.scheduler import Activations, RankScheduler, run_together
 from overlap1f1b.schedule import Action, Kind
 
-_FOREVER = float("inf")
 _F, _I = Kind.F, Kind.I
 _COMPUTE, _EXCHANGE, _SEND, _RECEIVE, _EXPERTS = Resource.COMPUTE, Resource.EXCHANGE, Op.SEND, Op.RECEIVE, Op.EXPERTS
 
@@ -77,7 +77,7 @@ class _Job:
     before: _Job | None
     done: int = 0
     queue: deque[Node] = field(default_factory=deque)  # exchanges that are not launched yet
-    launches: float = -_FOREVER  # their key
+    launches: float = -inf  # their key
     launched: int = 0
     blocked: _Job | None = None  # the next microbatch, if it waits for this one
 
@@ -121,7 +121,7 @@ class Tasks:
         return tuple(tasks)
 
 
-class _Room:
+class _Room(Activations):
     """What the activations of a rank leave room for, within the limits of the priorities.
 
     A forward has room if, afterwards, all forwards on this rank of the oldest microbatch that lacks some have room,
@@ -129,25 +129,25 @@ class _Room:
     """
 
     def __init__(self, priorities: Priorities, rank: int, stages: int, microbatches: int) -> None:
+        super().__init__()
         self.limit, self.caps, self.deferred = priorities.limits[rank], priorities.caps, priorities.deferred
         self.stages = stages
-        self.held = Activations()
         self.lacking = [stages] * microbatches  # forwards of each microbatch that have not begun
         self.oldest = 0  # microbatch that lacks forwards
 
     def fits(self, stage: int, microbatch: int) -> bool:
         """Return whether a forward may begin."""
-        alive = self.held.alive
+        alive = self.alive
         if sum(1 for other, _ in alive if other == stage) >= self.caps[stage]:
             return False
         younger = sum(1 for _, other in alive if other > self.oldest)
         if microbatch != self.oldest and self.stages + younger >= self.limit:
             return False
-        return len(alive) < self.limit and len(self.held.left) < self.limit + self.deferred
+        return len(alive) < self.limit and len(self.left) < self.limit + self.deferred
 
-    def begin(self, stage: int, microbatch: int) -> bool:
+    def take(self, stage: int, microbatch: int) -> bool:
         """Let a forward begin; return whether another microbatch is now the oldest, for which others may have room."""
-        self.held.begin((stage, microbatch))
+        self.begin((stage, microbatch))
         self.lacking[microbatch] -= 1
         before = self.oldest
         while self.oldest < len(self.lacking) and not self.lacking[self.oldest]:
@@ -207,7 +207,7 @@ class PriorityScheduler(RankScheduler):
             else:
                 self._make_ready(job)
         chosen = self._choose()
-        until = pending[0][0] if pending else _FOREVER
+        until = pending[0][0] if pending else inf
         if chosen is not None and self._smaller_key_comes(chosen, time):
             self._make_ready(chosen)
         elif chosen is not None:
@@ -220,7 +220,7 @@ class PriorityScheduler(RankScheduler):
                 self._launch(time + cost)
                 _, _, weight = heappop(self.weights)
                 self._compute(weight)
-                if self.room.held.settle((weight.stage, weight.microbatch)):
+                if self.room.settle((weight.stage, weight.microbatch)):
                     self._retry()
                 return None
         if self.launches:
@@ -279,7 +279,7 @@ class PriorityScheduler(RankScheduler):
             self.links_may_idle -= max(0.0, self.clock.now - before)
             self.given_up |= self.links_may_idle < 0
             if not job.queue:
-                job.launches = -_FOREVER
+                job.launches = -inf
             if job.done < len(job.tasks) and job.launched == job.tasks[job.done].needs:
                 self._await(job)
 
@@ -295,7 +295,7 @@ class PriorityScheduler(RankScheduler):
             self._issue(other)
         if weight is not None:
             heappush(self.weights, (microbatch, next(self.number), weight))
-            self.room.held.owe((stage, microbatch))
+            self.room.owe((stage, microbatch))
         if exchanges:
             self._queue(job, exchanges)
         if job.done == len(job.tasks):
@@ -317,7 +317,7 @@ class PriorityScheduler(RankScheduler):
 
     def _begin(self, stage: int, microbatch: int) -> None:
         """Take the room of a forward; in the first stage the next microbatch follows."""
-        if self.room.begin(stage, microbatch):
+        if self.room.take(stage, microbatch):
             self._retry()
         if not stage and microbatch + 1 < self.microbatches:
             self._open((0, 0, microbatch + 1, _F))
@@ -334,7 +334,7 @@ class PriorityScheduler(RankScheduler):
             return
         if stage and not sent:
             self._open((0, stage - 1, microbatch, _I))
-        self.room.held.end((stage, microbatch))
+        self.room.end((stage, microbatch))
         self._retry()
 
     def _retry(self) -> None:
@@ -344,7 +344,7 @@ class PriorityScheduler(RankScheduler):
 
 
 def schedule_by_priorities(
-    microbatches: int, tasks: Tasks, priorities: Priorities, limit: float = _FOREVER
+    microbatches: int, tasks: Tasks, priorities: Priorities, limit: float = inf
 ) -> tuple[list[list[Node]], float]:
     """Return the nodes of every rank in issue order, and the time of the step.
 

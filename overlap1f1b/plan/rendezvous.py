@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from heapq import heappop, heappush
+from math import inf
 
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Key, destination
@@ -17,7 +18,6 @@ from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node, Op, Resource, peer_of
 from overlap1f1b.plan.plan import Plan
 
-_FOREVER = float("inf")
 _EVEN = NodeCosts.uniform(attention=1, experts=1, dispatch=0, aggregate=1, dense=1)
 """Costs where none are known; without any all receives would come first, and wait on the device from then on."""
 
@@ -58,7 +58,7 @@ def with_rendezvous(plan: Plan, costs: NodeCosts, *, counts_block: bool = False)
             return
         node, clock = left[rank][-1], clocks[rank]
         needed = clock.needed(node)
-        if needed == _FOREVER:
+        if needed == inf:
             waiting.setdefault(node.chain, []).append(rank)
             return
         left[rank].pop()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
+from math import inf
 from typing import NamedTuple
 
 from overlap1f1b.plan.chains import Chains
@@ -16,7 +18,6 @@ from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, p
 from overlap1f1b.plan.plan import ends_backward, microbatch_of
 from overlap1f1b.schedule import Action, Kind, Program
 
-_FOREVER = float("inf")
 # The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
 _COMPUTE, _EXPERTS = Resource.COMPUTE, Op.EXPERTS
@@ -216,8 +217,8 @@ class ListScheduler(RankScheduler):
         policy: Policy,
         peak: int,
         clocks: list[Clock] | None = None,
-        peak_weights: float = _FOREVER,
-        may_idle: float = _FOREVER,
+        peak_weights: float = inf,
+        may_idle: float = inf,
     ) -> None:
         clock = Clock(costs, counts_block=policy.counts_block, placement=chains.placement, clocks=clocks)
         super().__init__(clock, may_idle)
@@ -234,7 +235,7 @@ class ListScheduler(RankScheduler):
     def run(self) -> list[Node]:
         """Return the nodes in issue order, for a rank that needs nothing of other ranks."""
         while not self.ended:
-            waits = self.step(_FOREVER)
+            waits = self.step(inf)
             assert waits is None, "a plan always has a node that can be issued"
         return self.order
 
@@ -252,7 +253,7 @@ class ListScheduler(RankScheduler):
             return None
         if chosen is None or until > max(horizon, self.clock.now):
             return until
-        if chosen.next.op in RECOMPUTES and not self.split and self._fill(_FOREVER):
+        if chosen.next.op in RECOMPUTES and not self.split and self._fill(inf):
             return None
         self._advance(chosen)
         self._launch()
@@ -297,7 +298,7 @@ class ListScheduler(RankScheduler):
 
     def _choose(self) -> tuple[_Open | None, float]:
         """Return the action whose next node can start first (on a tie the shorter, then the older), and its start."""
-        chosen, first, cost = None, _FOREVER, 0.0
+        chosen, first, cost = None, inf, 0.0
         older_forwards = 0  # older forwards that have not begun, and need room first
         older_inputs = 0  # older input gradients that have not ended, and need room first
         for entry in self.open:
@@ -329,7 +330,7 @@ class ListScheduler(RankScheduler):
 
     def _has_room(self, older_inputs: int) -> bool:
         """Return whether another input gradient may end and leave its weight gradient waiting."""
-        if self.peak_weights == _FOREVER:
+        if self.peak_weights == inf:
             return True
         late = sum(place in self.split and place not in self.held.alive for place in self.held.left)
         return late + older_inputs < self.peak_weights
@@ -402,13 +403,8 @@ def _direction(action: Action) -> tuple[bool, int, int, int]:
 
 def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int, int, int], int]:
     """Return the position of each microbatch among the actions of these kinds on its (pipe, stage)."""
-    count: Counter[tuple[int, int]] = Counter()
-    turns = {}
-    for action in actions:
-        if action.kind in kinds:
-            turns[action.pipe, action.stage, action.microbatch] = count[action.pipe, action.stage]
-            count[action.pipe, action.stage] += 1
-    return turns
+    positions: dict[tuple[int, int], Iterator[int]] = defaultdict(count)
+    return {microbatch_of(one): next(positions[one.pipe, one.stage]) for one in actions if one.kind in kinds}
 
 
 def schedule_ranks(
@@ -416,7 +412,7 @@ def schedule_ranks(
     chains: Chains,
     costs: NodeCosts,
     policy: Policy,
-    limit: float = _FOREVER,
+    limit: float = inf,
     loads: Sequence[float] = (),
 ) -> tuple[list[list[Node]], float]:
     """Return the nodes of every rank in issue order, all ranks scheduled in one common time, and the time of the step.
@@ -425,8 +421,8 @@ def schedule_ranks(
     compute of each rank, which a limit needs.
     """
     clocks: list[Clock] = []
-    may_idle = [limit - load for load in loads] or [_FOREVER] * len(program.ranks)
-    peaks = zip(program.peak_activations, program.peak_weights or [_FOREVER] * len(program.ranks), strict=True)
+    may_idle = [limit - load for load in loads] or [inf] * len(program.ranks)
+    peaks = zip(program.peak_activations, program.peak_weights or [inf] * len(program.ranks), strict=True)
     schedulers = [
         ListScheduler(program.actions(rank), chains, costs, policy, peak, clocks, peak_weights, may_idle[rank])
         for rank, (peak, peak_weights) in enumerate(peaks)
@@ -455,7 +451,7 @@ def run_together(schedulers: Sequence[RankScheduler], chains: Chains) -> tuple[l
         before = len(scheduler.order)
         waits = scheduler.step(wake)
         wakes[rank] = scheduler.clock.now if waits is None else waits
-        if wakes[rank] < _FOREVER:
+        if wakes[rank] < inf:
             heappush(heap, (wakes[rank], rank))
         for node in scheduler.order[before:]:
             if node.op is Op.SEND:
@@ -474,4 +470,4 @@ def _orders(schedulers: Sequence[RankScheduler]) -> tuple[list[list[Node]], floa
     clocks = (scheduler.clock for scheduler in schedulers)
     end = max(max(clock.now, *(max(free, default=0.0) for free in clock.free.values())) for clock in clocks)
     given_up = any(scheduler.given_up for scheduler in schedulers)
-    return [scheduler.order for scheduler in schedulers], _FOREVER if given_up else end
+    return [scheduler.order for scheduler in schedulers], inf if given_up else end

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import inf
 from operator import itemgetter
 from random import Random
 from types import MappingProxyType
@@ -31,12 +32,12 @@ from typing import Any
 from overlap1f1b.plan.bounds import bound, pipeline_bound
 from overlap1f1b.plan.budget import Budget
 from overlap1f1b.plan.chains import Chains, Shapes
-from overlap1f1b.plan.clock import Key, play_ranks
+from overlap1f1b.plan.clock import Key, makespan, play_ranks
 from overlap1f1b.plan.compiler import fastest, improved
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node, Resource
 from overlap1f1b.plan.orders import receiving_in_order, with_gathers, with_reductions
-from overlap1f1b.plan.plan import Plan, most_open
+from overlap1f1b.plan.plan import Plan, action_of, most_open
 from overlap1f1b.plan.precedence import Precedence
 from overlap1f1b.plan.priorities import Priorities, Tasks, schedule_by_priorities
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
@@ -142,7 +143,7 @@ def found_orders(
     limits = check_search(placement, peak_activations, seconds)
     chains = Chains(placement, shape)
     limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
-    limit = max(seconds, LEAST_SECONDS) if timed else float("inf")
+    limit = max(seconds, LEAST_SECONDS) if timed else inf
     search = _Search(_Draws(placement, microbatches, limits), chains, costs, counts_block, progress, limit)
     found = search.best(int(seconds * NODES_PER_SECOND))
     return sorted((found, *search.fixed(found.predicted)), key=lambda plan: plan.predicted)
@@ -238,6 +239,7 @@ class _Search:
         self.orders: dict[Program, tuple[float, float]] = {}  # time of a fixed schedule's order, and of playing it here
         self.free = replace(costs, launch={})
         self._schedule = partial(schedule_by_priorities, draws.microbatches, Tasks(chains, self.free))
+        self._makespan = partial(makespan, placement=chains.placement, costs=costs, counts_block=counts_block)
         self.programs = self._programs()
         self.scheduled = 0  # nodes so far
         every = (Action(kind, stage, 0) for stage in range(chains.placement.stages) for kind in (Kind.F, Kind.I))
@@ -265,7 +267,7 @@ class _Search:
         whole = min(nodes, MOST_STEPS * self.size)
         near = NEAR * pipeline_bound(placement, draws.microbatches, self.chains.shapes, self.free)
         alike = self.programs[:LIKE]
-        pool: list[_Try] = [(float("inf"), draws.drawn(len(_FIRST) - 1))]  # the best tries, the fastest first
+        pool: list[_Try] = [(inf, draws.drawn(len(_FIRST) - 1))]  # the best tries, the fastest first
         played = 0
 
         def play(priorities: Priorities, limit: float) -> _Try:
@@ -299,14 +301,14 @@ class _Search:
     def _budget(self) -> Budget:
         """Return what one compilation may schedule: as always, or what it has the time for."""
         budget = Budget(progress=lambda share: self.progress((1 + share) / 2))
-        if self.seconds < float("inf"):
+        if self.seconds < inf:
             budget.left = min(budget.left, int(self.seconds * COMPILED_PER_SECOND / 4))
         return budget
 
     def fixed(self, best: float) -> Iterator[Plan]:
         """Yield plans of the fixed schedules that may be faster than the best so far."""
         options: dict[str, Any] = {"counts_block": self.counts_block}
-        unplayed = float("inf"), max((took for _, took in self.orders.values()), default=0.0)
+        unplayed = inf, max((took for _, took in self.orders.values()), default=0.0)
         played = [(*self.orders.get(program, unplayed), least, program) for least, program in self.programs]
         for _, took, least, program in sorted(played, key=itemgetter(0, 2)):
             budget = self._budget()
@@ -340,13 +342,9 @@ class _Search:
         self.scheduled += sum(map(len, ranks))
         parameters = any(block.reduced or block.gathered for stage in self.chains.shapes for block in stage)
         # The times are played again only where they differ from the scheduler's.
-        if end < float("inf") and (self.costs.launch or self.costs.shared_links or parameters):
-            return self._end(_with_parameters(ranks, self.chains))
+        if end < inf and (self.costs.launch or self.costs.shared_links or parameters):
+            return self._makespan(_with_parameters(ranks, self.chains))
         return end
-
-    def _end(self, ranks: Sequence[Sequence[Node]]) -> float:
-        spans = play_ranks(ranks, self.chains.placement, self.costs, counts_block=self.counts_block)
-        return max(span.end for rank in spans for span in rank)
 
     def _plan(self, priorities: Priorities) -> Plan:
         ranks, _ = self._schedule(priorities)
@@ -354,17 +352,18 @@ class _Search:
             needs = Precedence(self.chains, self.free, ranks)
             ranks = needs.issued(needs.starts(ranks), counts_block=False)
         plan = plan_of(ranks, self.chains, self.draws.microbatches)
-        return replace(plan, predicted=self._end(plan.ranks), peak_bytes=self.costs.peak_bytes(plan.ranks))
+        return replace(plan, predicted=self._makespan(plan.ranks), peak_bytes=self.costs.peak_bytes(plan.ranks))
 
 
 def plan_of(ranks: Sequence[Sequence[Node]], chains: Chains, microbatches: int) -> Plan:
     """Return the plan of nodes that are scheduled freely, with the program of their actions in order of their begin."""
     ranks = _with_parameters(ranks, chains)
     begun = [list(filter(_begins, nodes)) for nodes in ranks]
-    rows = tuple(tuple(dict.fromkeys(map(_action, nodes))) for nodes in begun)
+    of = partial(action_of, backward=Kind.B)
+    rows = tuple(tuple(dict.fromkeys(map(of, nodes))) for nodes in begun)
     program = Program(AUTO, microbatches, rows, (0,) * len(rows), chains.placement)
-    overlap = max(most_open(nodes, _action) for nodes in begun)
-    plan = Plan(program, overlap, "found", chains.shapes, receiving_in_order(ranks, chains), float("inf"))
+    overlap = max(most_open(nodes, of) for nodes in begun)
+    plan = Plan(program, overlap, "found", chains.shapes, receiving_in_order(ranks, chains), inf)
     return replace(plan, program=replace(program, peak_activations=tuple(map(plan.live, range(len(ranks))))))
 
 
@@ -374,7 +373,3 @@ def _with_parameters(ranks: Sequence[Sequence[Node]], chains: Chains) -> list[li
 
 def _begins(node: Node) -> bool:
     return node.kind is not Kind.W and node.resource is Resource.COMPUTE
-
-
-def _action(node: Node) -> Action:
-    return Action(Kind.F if node.kind is Kind.F else Kind.B, node.stage, node.microbatch, node.pipe)
