@@ -158,7 +158,9 @@ class Program:
             ValueError: The file cannot be read, is malformed (the message names line, column and text), or breaks a
                 rule of schedules, as one that is cut off does.
         """
-        program = cls(**read(path))
+        said, placement, rows = read(path)
+        count = 1 + max(action.microbatch for slots in rows for slot in slots for action in actions_of(slot))
+        program = replace(program_of(Path(path).stem, count, placement, rows), **said)
         try:
             program.check()
         except ValueError as error:

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from overlap1f1b.schedule.action import Slot, actions_of, parse_slot, peaks_of
+from overlap1f1b.schedule.action import Slot, actions_of, parse_slot
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.values import check_size, quoted
 
@@ -29,8 +29,8 @@ def write(ranks: Sequence[Sequence[Slot]], path: str | Path, header: Mapping[str
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a program from a file of ``write``, or from a table of torch's pipeline schedules.
+def read(path: str | Path) -> tuple[dict[str, Any], Placement, tuple[tuple[Slot, ...], ...]]:
+    """Return what a file of ``write``, or a table of torch's pipeline schedules, says of a program; and its rows.
 
     Blank cells and torch's communication cells are skipped. Without a header, placement, microbatches and declared
     peaks follow from the rows. ValueError, with line, column and text, for a file that cannot be read, or is malformed.
@@ -58,15 +58,8 @@ def read(path: str | Path) -> dict[str, Any]:
     if not any(rows):
         raise ValueError(f"{path}, line {len(lines) + 1}, column 1: no action; allowed: a row of actions for each rank")
     ranks = tuple(rows)
-    alive, pending = zip(*map(peaks_of, ranks), strict=True)
-    implied = {
-        "name": path.stem,
-        "microbatches": 1 + max(action.microbatch for slots in ranks for slot in slots for action in actions_of(slot)),
-        "peak_activations": alive,
-        "peak_weights": pending,
-    }
     placement = said.pop("pipes") if "pipes" in said else _placement(ranks, path)
-    return {**implied, **said, "ranks": ranks, "placement": placement}
+    return said, placement, ranks
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class OneFOneB(Schedule):
     extra_warmup: int = 0
 
     def program(self, microbatches: int, ranks: int) -> Program:
-        return _interleave("1f1b", microbatches, ranks, 1, groups_of(microbatches, ranks), self.extra_warmup)
+        return _interleave("1f1b", ranks, 1, groups_of(microbatches, ranks), self.extra_warmup)
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,11 @@ class Interleaved1F1B(Schedule):
 
     def program(self, microbatches: int, ranks: int) -> Program:
         groups = groups_of(microbatches, ranks, self.group_size)
-        return _interleave("interleaved_1f1b", microbatches, ranks, self.chunks, groups, self.extra_warmup, hop=2)
+        return _interleave("interleaved_1f1b", ranks, self.chunks, groups, self.extra_warmup, hop=2)
 
 
 def _interleave(
-    name: str,
-    microbatches: int,
-    ranks: int,
-    chunks: int,
-    groups: Sequence[range],
-    extra: int,
-    hop: int = 1,
-    paired: bool = False,
+    name: str, ranks: int, chunks: int, groups: Sequence[range], extra: int, hop: int = 1, *, paired: bool = False
 ) -> Program:
     """Return forwards to warm up, then forward and backward in turn, or a pair of both, then the last backwards.
 
@@ -122,7 +115,7 @@ def _interleave(
             row += (Pair(forward, backward),) if paired else (forward, backward)
         row += backwards[len(forwards) - warmup :]
         rows.append(row)
-    return program_of(f"{name}+{extra}" if extra else name, microbatches, Placement.loop(ranks, chunks), rows)
+    return program_of(f"{name}+{extra}" if extra else name, groups[-1].stop, Placement.loop(ranks, chunks), rows)
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,7 @@ class Combined1F1B(Schedule):
         if extra is None:
             extra = DEFAULT_EXTRA_WARMUP if ranks == self.chunks == 1 else 0
         groups = groups_of(microbatches, ranks, self.group_size)
-        return _interleave("combined_1f1b", microbatches, ranks, self.chunks, groups, extra, hop=2, paired=True)
+        return _interleave("combined_1f1b", ranks, self.chunks, groups, extra, hop=2, paired=True)
 
 
 @dataclass(frozen=True)

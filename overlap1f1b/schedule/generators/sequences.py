@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from overlap1f1b.schedule.action import Action, Kind, peaks_of
+from overlap1f1b.schedule.action import Action, Kind
 from overlap1f1b.schedule.generators.interleaved import chunk_orders
 from overlap1f1b.schedule.generators.options import Schedule
 from overlap1f1b.schedule.placement import Placement
@@ -54,13 +54,10 @@ def forwards_of(program: Program) -> Program:
     >>> print(forwards_of(Sequential().program(microbatches=3, ranks=1)).draw())
     rank 0: F0 F1 F2
     """
-    ranks = tuple(
-        tuple(action for action in program.actions(rank) if action.kind is Kind.F) for rank in range(len(program.ranks))
-    )
-    alive, _ = zip(*map(peaks_of, ranks), strict=True)
-    name = f"{program.name} forward_only"
-    waiting = (0,) * len(ranks)
-    return replace(program, name=name, ranks=ranks, peak_activations=alive, peak_weights=waiting, build=None)
+    every = map(program.actions, range(len(program.ranks)))
+    rows = [[action for action in actions if action.kind is Kind.F] for actions in every]
+    forwards = program_of(f"{program.name} forward_only", program.microbatches, program.placement, rows)
+    return replace(forwards, search_seconds=program.search_seconds)
 
 
 @dataclass(frozen=True)
