@@ -157,23 +157,20 @@ class NodeCosts:
         combine = dispatch if combine is None else combine
         weighted = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
         weightless = {Op.DISPATCH: dispatch, Op.COMBINE: combine, Op.AGGREGATE: aggregate, Op.SEND: send}
-        table = {(op, kind): _time(op, cost) for op, cost in weighted.items() for kind in (Kind.F, Kind.I, Kind.W)}
-        table |= {(op, kind): _time(op, cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
-        table |= {(RECOMPUTE_OF[op], Kind.I): _time(op, cost) for op, cost in weighted.items()}
-        table |= {(Op.COUNTS, Kind.F): _time(Op.COUNTS, counts), (Op.REDUCE, Kind.W): _time(Op.REDUCE, reduce)}
-        table[Op.GATHER, Kind.W] = _time(Op.GATHER, gather)
-        table |= dict.fromkeys(((Op.OFFLOAD, Kind.F), (Op.FETCH, Kind.I)), _time(Op.OFFLOAD, copy) / 3)
+        single = {Op.COUNTS: counts, Op.REDUCE: reduce, Op.GATHER: gather}
+        for op, cost in (*weighted.items(), *weightless.items(), *single.items(), (Op.OFFLOAD, copy)):
+            check_number(op, cost)
         check_number("launch", launch)
+        table = {(op, kind): float(cost) for op, cost in weighted.items() for kind in (Kind.F, Kind.I, Kind.W)}
+        table |= {(op, kind): float(cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
+        table |= {(RECOMPUTE_OF[op], Kind.I): float(cost) for op, cost in weighted.items()}
+        table |= {(op, Kind.F if op is Op.COUNTS else Kind.W): float(cost) for op, cost in single.items()}
+        table |= dict.fromkeys(((Op.OFFLOAD, Kind.F), (Op.FETCH, Kind.I)), float(copy) / 3)
         launches = {(op, kind): float(launch) for op in Op for kind in Kind} if launch else {}
         return cls(table, shared_links=shared_links, launch=launches)
 
 
 _NOTHING = Held()
-
-
-def _time(op: Op, cost: float) -> float:
-    check_number(op, cost)
-    return float(cost)
 
 
 def _checked(key: Any, length: int) -> tuple[Op, Kind]:
