@@ -75,7 +75,7 @@ class Beam:
 
     def __init__(self, needs: Precedence, rooms: Sequence[float] = ()) -> None:
         self.needs, self.times, self.lanes, self.rooms = needs, needs.times, needs.lanes, rooms
-        self.ranks = [needs.rank_of[lane] for lane in needs.lanes]
+        self.ranks = needs.ranks
         self.counts = list(map(len, needs.before))
         self.weights = [node.kind is Kind.W for node in needs.nodes]
         self.again = [node.op in RECOMPUTES for node in needs.nodes]

@@ -114,7 +114,7 @@ def lightened(needs: Precedence, starts: Sequence[float], limit: float, budget: 
     computes = [list[int]() for _ in range(max(needs.rank_of) + 1)]
     for node in needs.order:  # of nodes that start together the first stays the first
         if RESOURCE_OF[needs.nodes[node].op] is Resource.COMPUTE:
-            computes[needs.rank_of[needs.lanes[node]]].append(node)
+            computes[needs.ranks[node]].append(node)
     forwards = [node for nodes in computes for node in nodes if needs.nodes[node].kind is Kind.F]
 
     def state(end: float, starts: Sequence[float]) -> _State:

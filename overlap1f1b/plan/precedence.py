@@ -41,6 +41,7 @@ class Precedence:
         times: The time of each.
         lanes: The lane of each: computation, exchanges, counts, and transfers to each neighbour.
         rank_of: The rank of each lane.
+        ranks: The rank of each node.
         before: Of each the numbers of nodes for which it waits, each with the time after its end, below 0 before that.
         behind: The same of the nodes that wait for it.
         order: The numbers, each behind all that it needs.
@@ -75,6 +76,7 @@ class Precedence:
                     lane = found.setdefault((rank, RESOURCE_OF[node.op], to), len(found))
                     self.rank_of += [rank] if lane == len(self.rank_of) else []
                     self.lanes.append(lane)
+        self.ranks = [self.rank_of[lane] for lane in self.lanes]
         self._needs: list[dict[int, float]] = [{} for _ in self.nodes]
         for action in dict.fromkeys(map(action_of, self.nodes)):
             self._add_chain(action)
@@ -242,21 +244,19 @@ class Precedence:
         latest = [0] * len(self.rank_of)
         behind: dict[tuple[int, int], list[int]] = {}
         for node in self.in_order(starts):
-            lane = self.lanes[node]
-            rank = ranks[self.rank_of[lane]]
+            number, lane = self.ranks[node], self.lanes[node]
+            rank = ranks[number]
             if RESOURCE_OF[nodes[node].op] is Resource.COMPUTE:
                 place[node] = len(rank)
                 rank.append(node)
                 continue
-            at = max(
-                place[other] for other, _ in self.before[node] if self.rank_of[self.lanes[other]] == self.rank_of[lane]
-            )
+            at = max(place[other] for other, _ in self.before[node] if self.ranks[other] == number)
             if counts_block and nodes[node].op is Op.DISPATCH and nodes[node].kind is Kind.F:
                 at = len(rank) - 1
             if nodes[node].op is not Op.COUNTS:  # all counts of a call leave before its first rows
                 at = latest[lane] = max(latest[lane], at)
             place[node] = at
-            behind.setdefault((self.rank_of[lane], place[node]), []).append(node)
+            behind.setdefault((number, at), []).append(node)
         for together in behind.values():
             together.sort(key=lambda node: nodes[node].op is not Op.COUNTS)
         return [
