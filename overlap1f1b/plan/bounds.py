@@ -1,7 +1,5 @@
 """A lower bound of the makespan of any plan of a program, without compiling one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from heapq import heappush, heappushpop

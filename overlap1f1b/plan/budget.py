@@ -1,7 +1,5 @@
 """How much all searches of one plan may schedule: nodes, not seconds, so that the same arguments give the same plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 NODES = 400_000

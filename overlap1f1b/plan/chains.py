@@ -1,7 +1,5 @@
 """The nodes of a program's actions, transfers between ranks included."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import cast

@@ -9,8 +9,6 @@
 All of them use one budget of scheduled nodes, so the same arguments give the same plan. Large steps end at 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

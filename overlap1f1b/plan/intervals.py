@@ -3,8 +3,6 @@
 Times have any unit; whole numbers stay whole, so nanoseconds are exact.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import chain

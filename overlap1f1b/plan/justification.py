@@ -17,8 +17,6 @@ Packed to the right, the same begins at the end. Each round::
     3. go on from there, if the step is no worse than the one of ``LATE`` rounds ago           (late acceptance)
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush

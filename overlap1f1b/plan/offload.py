@@ -9,8 +9,6 @@ By the times of the order without copies they are freed as soon as the copy has 
 backward does not wait. Where that is not enough for a limit of memory, it waits.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The two fixed orders of nodes, serial and Megatron-Core's merged step, and changes of any order."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What each node of a step must come behind, whichever order its ranks play."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import pairwise

@@ -11,8 +11,6 @@ One grammar for NVTX and torch.profiler:
     o1 action 2F0                         an action from its first node to its last; actions overlap without nesting
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress

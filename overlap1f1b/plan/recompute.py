@@ -1,7 +1,5 @@
 """What each block computes again: the bytes that this saves, for the time that it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 

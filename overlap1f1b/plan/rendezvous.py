@@ -6,8 +6,6 @@ node that its own rank plays later: the nodes of all ranks could be played one a
 transfer on both of its ranks at once. So nothing hangs, whatever on a device waits for whatever.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf

@@ -1,7 +1,5 @@
 """What a routing exchanges: how often a token is sent, and in how many bytes."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from math import comb

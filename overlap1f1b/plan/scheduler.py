@@ -1,7 +1,5 @@
 """List scheduling: several consecutive actions are open at once; the node that can start first comes next."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -15,8 +15,6 @@ A try is one set of priorities, which a list scheduler of all ranks plays::
 Tries get TRIES of the time at most. Where it ends, what was found so far is the result.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import insort, insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence

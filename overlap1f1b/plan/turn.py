@@ -8,8 +8,6 @@ loop; its weight gradients stay in the backward, unless the plan has put those o
     turns   blocks 0 and 1 send.f        | … | blocks 0 and 1
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """Programs as CSV files: one row a rank, one cell a slot, as torch writes its pipeline schedules."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Users' values: short texts for messages and tables, and checks of what users give."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Drawing: spans stacked in rows, one letter a sub-op."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar

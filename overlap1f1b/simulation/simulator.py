@@ -1,7 +1,5 @@
 """The simulator: the timeline of a program or a plan."""
 
-from __future__ import annotations
-
 from typing import overload
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, compile, parse_parts

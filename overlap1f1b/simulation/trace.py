@@ -1,7 +1,5 @@
 """Chrome's trace format, which Perfetto opens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from itertools import count

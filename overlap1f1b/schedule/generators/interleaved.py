@@ -1,7 +1,5 @@
 """One forward, one backward on a loop: plain, over several chunks, combined to pairs, and with W in the waits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

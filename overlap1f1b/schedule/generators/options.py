@@ -1,7 +1,5 @@
 """What a schedule is: its options, and the generator that makes a program from them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar

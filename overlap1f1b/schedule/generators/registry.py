@@ -1,7 +1,5 @@
 """The registry of schedules, and programs by their names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """A schedule whose order of actions is found for measured costs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real

@@ -1,7 +1,5 @@
 """Schedules without a steady phase: one microbatch after another, all forwards first, forwards alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """Schedules in which a rank holds two stages: the zero-bubble V, DualPipe, and its V-shaped half."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
