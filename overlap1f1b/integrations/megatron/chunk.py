@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -45,7 +45,8 @@ class Chunk(MicrobatchBlock):
     """Whether its last input (in a decoder: the encoder's output) is appended to its output."""
     step: ChunkStep
     """The call that is played."""
-    _installed: Installation  # of the microbatch whose forward runs, or ran last
+    installed: Installation
+    """The stage in that call, from its first forward on."""
 
     def __init__(
         self, model: nn.Module, stage: int, *, last: bool, exchanges: bool, dispatcher: Dispatcher = "own"
@@ -84,19 +85,24 @@ class Chunk(MicrobatchBlock):
             if found:
                 check_options(model, where)
 
-    def stepping(self, step: ChunkStep) -> AbstractContextManager[None]:
+    @contextmanager
+    def stepping(self, step: ChunkStep) -> Iterator[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
-        return replaced(
-            chain(
-                [(vars(self), "step", step), (vars(self), "_installed", None)],
-                layers.exchanging(self._dispatchers),
-                *(experts.replacing() for experts in self.experts),
-                layers.on_one_stream(self._overlapped, self.device),
-                (layers.leaving(layer, lambda: self._installed) for layer in self._linears),
-                (layers.delaying(layer, lambda: self._installed) for layer in self._delayed),
-                self._checkpoint(),
-            )
+        self.step = step
+        changes = chain(
+            layers.exchanging(self._dispatchers),
+            *(experts.replacing() for experts in self.experts),
+            layers.on_one_stream(self._overlapped, self.device),
+            (layers.deferring(layer, lambda: self.installed) for layer in self._linears),
+            (layers.delaying(layer, lambda: self.installed) for layer in self._delayed),
+            self._checkpoint(),
         )
+        try:
+            with replaced(changes):
+                yield
+        finally:  # nothing of a step lives behind it
+            vars(self).pop("step")
+            vars(self).pop("installed", None)
 
     def _checkpoint(self) -> Iterator[Replacement]:
         """Yield what lets Megatron-Core's checkpoint exchange nothing twice, in forwards that are suspended."""
@@ -121,7 +127,7 @@ class Chunk(MicrobatchBlock):
         assert microbatch is not None
         assert step.begun == microbatch.index, "a plan begins the microbatches of a stage in their order"
         step.begun += 1
-        self._installed = microbatch.installed
+        self.installed = microbatch.installed
         mark = attribute_of(self.model, "set_is_first_microbatch")
         if microbatch.index == 0 and step.marks_first and mark is not None:
             mark()

@@ -159,7 +159,7 @@ def linears_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def leaving(layer: Any, installed: Callable[[], Installation]) -> Replacement:
+def deferring(layer: Any, installed: Callable[[], Installation]) -> Replacement:
     """Return what lets a layer leave its weight gradients to the queue in force of a stage."""
     plain = getattr(layer, PRODUCT)
 

@@ -122,7 +122,7 @@ def test_the_kernel_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> N
     queue = WeightQueue()
     stage: Any = SimpleNamespace(put=queue.put, anchor=torch.empty(0, requires_grad=True))
     rows, grad = torch.randn(5, 4, 7)[..., :3], torch.randn(2).expand(5, 4, 2)  # of a slice, and of a sum
-    with replaced([layers.leaving(layer, lambda: stage)]):
+    with replaced([layers.deferring(layer, lambda: stage)]):
         forward: Any = layer._forward_impl
         forward(rows, weight, gradient_accumulation_fusion=True).backward(grad)
     queue.compute()
