@@ -1,7 +1,5 @@
 """Sums over the bits of tensors, which tell whether two tensors are equal without keeping both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

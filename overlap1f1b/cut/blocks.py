@@ -1,7 +1,5 @@
 """The blocks of a model as users give them: what they may be, have and say."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 

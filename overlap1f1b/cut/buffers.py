@@ -1,7 +1,5 @@
 """Buffers that a block's forward changes, such as running means: a second forward gets the values of the first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 A second forward of a microbatch changes copies of them, so that a counter counts the microbatch once.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from copy import copy

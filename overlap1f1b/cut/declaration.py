@@ -4,8 +4,6 @@ Those of common libraries stand in a table. A user declares others by :func:`dec
 guessed: the first step exchanges the rows of a declared Function once more, and compares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from inspect import signature

@@ -4,8 +4,6 @@ This file calls private functions of torch: the public ones check in Python what
 microseconds a call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any

@@ -5,8 +5,6 @@ is called; and an ``autograd.Function`` that is declared to be an all-to-all and
 (:mod:`overlap1f1b.cut.declaration`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

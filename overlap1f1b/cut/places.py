@@ -10,8 +10,6 @@ it finds behind it; what it has not set, such as a counter's last value, is comm
     name      any of them, for whoever compares microbatches
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping

@@ -1,7 +1,5 @@
 """Blocks that draw random numbers, and the generators that they draw from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

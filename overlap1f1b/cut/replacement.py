@@ -1,7 +1,5 @@
 """Entries of objects' dictionaries that are others for a while: methods, children and options of a user's model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, TypeGuard

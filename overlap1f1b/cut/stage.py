@@ -5,12 +5,10 @@ What the first steps find out about blocks is added to its tables.
 What changes on modules while a step lasts is in :mod:`overlap1f1b.play.install`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from operator import is_
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +70,7 @@ class Inside(NamedTuple):
     buffers: Buffers  # for what ``recompute`` computes again
 
     @classmethod
-    def of(cls, block: nn.Module, tied: Set[nn.Parameter]) -> Inside:
+    def of(cls, block: nn.Module, tied: Set[nn.Parameter]) -> Self:
         """Return what is inside a block; no gradient of a ``tied`` parameter is computed apart."""
         options, modules = options_of(block), list(block.modules())
         linears = [m for m in modules if splits(m) and m.weight not in tied and m not in options.whole]

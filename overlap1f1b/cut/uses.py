@@ -1,7 +1,5 @@
 """Where in its block each parameter is used."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Layers whose backward leaves the gradient of their weight to a queue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

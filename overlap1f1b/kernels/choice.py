@@ -1,7 +1,5 @@
 """Choice of an op's implementation: its torch twin, or the Triton kernel of the same name."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Sums of rows, weighted or not, without atomics: of a row's choices, and of the rows that a token was sent in."""
 
-from __future__ import annotations
-
 import torch
 from einops import rearrange
 from torch import Tensor

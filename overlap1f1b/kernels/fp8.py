@@ -5,8 +5,6 @@ element is rounded once, to four significant bits, and a row that was quantized 
 An element errs by at most 2⁻⁴ of itself, or 2⁻¹⁷ of its row's largest. Weights are quantized along the same dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 

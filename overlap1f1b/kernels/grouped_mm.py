@@ -5,8 +5,6 @@ the weights. The backward has two such products. Triton adds a weight gradient t
 8 bytes a parameter, where a product and an addition take 12.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any

@@ -6,9 +6,7 @@ need. A gradient that comes back carries the weights' gradients in the same plac
 the sums of :mod:`~overlap1f1b.kernels.combine`.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from einops import rearrange
@@ -28,7 +26,7 @@ class Layout(NamedTuple):
     between: tuple[int, int]  # where the experts' numbers begin, and the weights from the end, in steps of 2 bytes
 
     @classmethod
-    def of(cls, tokens: Tensor, weights: Tensor, *, scales: int = 0) -> Layout:
+    def of(cls, tokens: Tensor, weights: Tensor, *, scales: int = 0) -> Self:
         """Return the layout of the rows of ``tokens [T, H]`` with ``weights [T, K]``.
 
         With ``scales``, a number of bytes, elements have a byte each, and these bytes behind them.

@@ -1,7 +1,5 @@
 """Router: logits, scores of all experts, choice of the K best, their weights, and how often each expert is chosen."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 

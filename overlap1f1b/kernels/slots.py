@@ -6,8 +6,6 @@ with a choice one row of the exchange, sorted by rank and then by token. A row h
 expert they keep the order of their rows. Nothing is copied to the host.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

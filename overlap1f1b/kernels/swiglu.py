@@ -4,8 +4,6 @@ If the weight is applied here, combine is a plain sum, and this backward gives t
 are saved for the backward, which computes the activation again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

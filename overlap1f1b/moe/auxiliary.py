@@ -1,7 +1,5 @@
 """Auxiliary losses of routers, which are attached to the routing weights instead of added to the loss."""
 
-from __future__ import annotations
-
 from functools import reduce
 from typing import Any
 

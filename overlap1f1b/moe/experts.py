@@ -1,7 +1,5 @@
 """Experts of a layer, spread over the ranks of a group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial

@@ -1,7 +1,5 @@
 """The MoE layer: router, experts, and an optional shared expert that every token uses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

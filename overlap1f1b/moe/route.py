@@ -1,7 +1,5 @@
 """The route of rows in one call of experts by one microbatch: each token's way to its ranks, and back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

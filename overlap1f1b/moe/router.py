@@ -1,7 +1,5 @@
 """The router: chooses experts for each token, and their weights."""
 
-from __future__ import annotations
-
 import math
 import warnings
 import weakref

@@ -8,8 +8,6 @@ Each direction between two ranks has a communicator and so a stream of its own, 
 other only receives. Headers travel between the hosts.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Multiprocessors of a GPU that transfers may occupy. The module does not load torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from overlap1f1b.schedule.values import check_size, checked

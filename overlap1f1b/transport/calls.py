@@ -5,8 +5,6 @@ calls :func:`exchange`. In a plain training loop the call sends, waits and retur
 the forward: the engine launches the exchange, computes for other microbatches, and resumes the forward with the rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """The communicators of an engine as one thing: made before the first step, watched, and ended together."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

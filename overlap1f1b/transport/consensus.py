@@ -1,7 +1,5 @@
 """Work on all ranks at once: an error of one rank is raised on all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 

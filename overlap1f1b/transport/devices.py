@@ -6,8 +6,6 @@ Beside this file, three places know one kind alone: ``kernels``, NCCL's options 
 ``doctor``.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial

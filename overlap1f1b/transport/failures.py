@@ -4,8 +4,6 @@ A failing rank writes its error to the process group's store. The others meet a 
 there for the cause, and add it to the error that they raise.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -3,8 +3,6 @@
 This file calls private functions of torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Process groups that end when their last reference goes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

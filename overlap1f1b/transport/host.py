@@ -5,8 +5,6 @@ second pool, whose bytes do not count as those of a step. A thread copies each w
 some rate would.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """An exchange of one GPU with itself through host memory, in place of a network."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -4,8 +4,6 @@ On a GPU the thread only queues kernels, and events order a side stream's transf
 thread itself computes, and a :class:`ThreadStream` replaces the side stream.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading
@@ -16,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -242,7 +240,7 @@ class HostCopy(NamedTuple):
     mark: Mark  # end of the copy
 
     @classmethod
-    def on(cls, stream: SideStream, *tensors: Tensor, by_kernel: bool = False, behind: Job | None = None) -> HostCopy:
+    def on(cls, stream: SideStream, *tensors: Tensor, by_kernel: bool = False, behind: Job | None = None) -> Self:
         """Copy ``tensors`` after the stream's earlier jobs; the caller keeps them until :meth:`read`.
 
         A job ``behind(*tensors)`` may fill them first. ``by_kernel`` kernels copy int64 tensors, see

@@ -1,7 +1,5 @@
 """Sums of rows, in registers and in order, and their backwards; what rows carry is moved beside them."""
 
-from __future__ import annotations
-
 import triton.language as tl
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Rows in eight bits: the largest element of each, and then its elements, which the cache still holds."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """``main[e] += grad[e].T @ rows[e]``: registers hold a tile's sum over all rows of an expert, which is added once."""
 
-from __future__ import annotations
-
 import triton.language as tl
 from torch import Tensor
 

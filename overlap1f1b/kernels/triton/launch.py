@@ -1,7 +1,5 @@
 """Tiles of kernels, and launches without what Triton looks up in each call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import signature

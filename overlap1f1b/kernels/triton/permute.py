@@ -1,7 +1,5 @@
 """Rows moved by number: row by row of the result, or each read once for all of its choices."""
 
-from __future__ import annotations
-
 import triton.language as tl
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Scores, choice and weights of experts, each token in one pass, and the gradient of its logits."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """Places of rows to send, and of received choices sorted by expert, computed on the device."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

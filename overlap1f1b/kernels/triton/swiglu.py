@@ -1,7 +1,5 @@
 """``silu(gate) · up · p`` in one pass, and its backward with the gradient of p."""
 
-from __future__ import annotations
-
 import triton.language as tl
 from torch import Tensor
 
