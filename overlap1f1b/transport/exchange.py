@@ -5,13 +5,11 @@ rank sends to each expert, then the rows. A :class:`Transfer` is one transfer un
 the kind; :class:`~overlap1f1b.transport.loopback.LoopbackExchange` stands in for a network on one GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,7 @@ class Transfer(Generic[T_co]):
     receives: Sequence[dist.Work] = ()  # works that fill ``result``
     sends: Sequence[dist.Work] = ()  # works that read ``source``
     source: Tensor | Sequence[Tensor] | None = None  # sent tensors; kept until the transfer is dropped
-    ahead: Transfer[T_co] | None = None  # earlier on the same links, waited for first, so that this is timed alone
+    ahead: Self | None = None  # earlier on the same links, waited for first, so that this is timed alone
     mark: Mark | None = None  # end of the transfer on a stream, if it has no works
     host: HostCopy | None = None  # copies of sent and received counts on the way to the host, for a transfer of counts
     led: Sequence[dist.Work] = ()  # works that have ended when one of ``sends`` has; gloo's need a wait all the same
