@@ -127,10 +127,7 @@ class Wrapped(Tensor):
         return tree_map_only(Tensor, cls, result) if kept else result
 
 
-KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "marked": lambda value: value.as_subclass(Marked),
-    "wrapped": Wrapped,
-}
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {"marked": lambda value: value.as_subclass(Marked), "wrapped": Wrapped}
 
 
 def convert(module: nn.Module, make: Callable[[Tensor], Tensor], dims: tuple[int, ...] = (2, 3)) -> None:

@@ -216,12 +216,7 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 def run(
-    function: Callable[..., Any],
-    ranks: int,
-    *args: Any,
-    timeout: float = 60,
-    grace: float = GRACE_S,
-    few: bool = True,
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60, grace: float = GRACE_S, few: bool = True
 ) -> list[Any]:
     """`function(rank, ranks, *args)` on `ranks` fresh processes: see `Ranks` and `Ranks.run`."""
     workers = Ranks(ranks, timeout, grace, few, shares=False)

@@ -47,9 +47,7 @@ def test_sentences_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [*PAGES, ROOT / "benchmarks" / "README.md"],
-    ids=lambda page: str(page.relative_to(ROOT)),
+    "page", [*PAGES, ROOT / "benchmarks" / "README.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
     """At most 10 KB, and 30 words."""

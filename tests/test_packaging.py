@@ -70,10 +70,7 @@ def test_kernels_are_importable_from_a_checkout(checkout: Path, tmp_path: Path) 
     )
     assert result.returncode == 0, result.stderr
     kernels = checkout / "overlap1f1b" / "kernels"
-    assert result.stdout.splitlines() == [
-        f"overlap1f1b.kernels {kernels / '__init__.py'}",
-        str(kernels / "permute.py"),
-    ]
+    assert result.stdout.splitlines() == [f"overlap1f1b.kernels {kernels / '__init__.py'}", str(kernels / "permute.py")]
 
 
 def test_one_tree_of_kernels() -> None:
@@ -95,10 +92,7 @@ def test_wheel(checkout: Path, tmp_path: Path) -> None:
     expected = {f"overlap1f1b/{path.relative_to(PACKAGE)}" for path in modules()}
     assert {name for name in names if name.endswith(".py")} == expected
     assert "overlap1f1b/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {
-        "overlap1f1b",
-        f"overlap1f1b-{overlap1f1b.__version__}.dist-info",
-    }
+    assert {name.split("/")[0] for name in names} == {"overlap1f1b", f"overlap1f1b-{overlap1f1b.__version__}.dist-info"}
     assert "Requires-Python: >=3.11" in metadata
 
 

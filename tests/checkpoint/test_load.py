@@ -121,8 +121,7 @@ def _trained(rank: int, size: int, folder: Path, layout: dict[str, int]) -> Stat
 
 
 @pytest.mark.parametrize(
-    ("there", "others"),
-    [({"ep": 2}, [{"dp": 2}]), *wide(({"dp": 2, "ep": 2}, [{"ep": 4}, {"pp": 2, "ep": 2}]))],
+    ("there", "others"), [({"ep": 2}, [{"dp": 2}]), *wide(({"dp": 2, "ep": 2}, [{"ep": 4}, {"pp": 2, "ep": 2}]))]
 )
 def test_buffers_of_each_rank_in_another_layout(
     kept: dict[int, Ranks], tmp_path: Path, there: dict[str, int], others: list[dict[str, int]]

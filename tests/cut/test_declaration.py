@@ -240,11 +240,7 @@ def test_a_contradicted_declaration_is_one_line(ranks2: Ranks) -> None:
     [
         (nn.Linear, {"tensor": 0}, r"^declare\(<class.*Linear'>\); allowed: a subclass of torch.autograd.Function"),
         ("Own", {"tensor": 0}, r"^function='Own'; allowed: type$"),
-        (
-            Undeclared,
-            {"tensor": 7},
-            r"position 7; allowed: 0 to 3, as in .*\(group, rows, receive, send\)$",
-        ),
+        (Undeclared, {"tensor": 7}, r"position 7; allowed: 0 to 3, as in .*\(group, rows, receive, send\)$"),
         (Undeclared, {"tensor": 0, "output": 4}, "position 4; allowed: 0 to 3, as in"),
         (Undeclared, {"tensor": "0"}, r"^declare\(Undeclared, tensor='0'\); allowed: positions from 0"),
         (Undeclared, {"tensor": -1}, r"^declare\(Undeclared, tensor=-1\); allowed: positions from 0"),

@@ -71,10 +71,7 @@ def test_options_of_trainer() -> None:
     ("given", "message"),
     [
         ({"recompute": "auto"}, "recompute='auto' without memory; allowed: with memory and parts=1, or one of none, "),
-        (
-            {"recompute": "auto", "memory": "1GB", "parts": 2},
-            "recompute='auto' with parts=2; allowed: with memory",
-        ),
+        ({"recompute": "auto", "memory": "1GB", "parts": 2}, "recompute='auto' with parts=2; allowed: with memory"),
         ({"recompute": "all"}, "recompute='all'; allowed: none, experts, attention, block, or auto"),
         ({"finite": "never"}, "finite='never'; allowed: warn, raise, or None"),
         ({"gate": 1.5}, "gate=1.5; allowed: 0 to 1, or error:0 to error:1, such as error:0.8"),

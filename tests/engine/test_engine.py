@@ -433,16 +433,8 @@ def test_attributes_of_a_users_own() -> None:
         ("evaluate", {"return_outputs": 1}, "return_outputs=1; allowed: True or False"),
         ("step", {"microbatches": 2.0}, "microbatches=2.0; allowed: a whole number, 1 or more"),
         ("evaluate", {"microbatches": True}, "microbatches=True; allowed: a whole number, 1 or more"),
-        (
-            "evaluate",
-            {"inputs": torch.ones(0, 7)},
-            "inputs: a batch of 0 cannot be split into 2 microbatches; al",
-        ),
-        (
-            "step",
-            {"inputs": 99 + torch.ones(4, 7).long()},
-            "block 0 (Embedding) is given torch.int64 [2, 7]: index",
-        ),
+        ("evaluate", {"inputs": torch.ones(0, 7)}, "inputs: a batch of 0 cannot be split into 2 microbatches; al"),
+        ("step", {"inputs": 99 + torch.ones(4, 7).long()}, "block 0 (Embedding) is given torch.int64 [2, 7]: index"),
         ("step", {"inputs": torch.ones(4, 7)}, "block 0 (Embedding) is given torch.float32 [2, 7]: Expected tensor"),
         ("step", {"target": 99 + torch.ones(4, 7).long()}, "loss_fn is given torch.float32 [2, 7, 31], torch.int64"),
     ],

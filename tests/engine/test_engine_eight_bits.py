@@ -27,10 +27,7 @@ ORDERS: list[Case] = [
     ("zb_h1", 3, {"recompute": "block"}),
     ("combined_1f1b", 2, {"capacity": 4.0}),
 ]
-IN_PARTS: list[Case] = [
-    ("sequential", "serial", {"parts": 2}),
-    ("combined_1f1b", 3, {"parts": 2}),
-]
+IN_PARTS: list[Case] = [("sequential", "serial", {"parts": 2}), ("combined_1f1b", 3, {"parts": 2})]
 
 
 class Block(nn.Module):

@@ -192,11 +192,7 @@ class Case:
     def step(self, *, criterion: Any = criterion, keep: bool) -> list[str]:
         """What is wrong with losses and outputs of a step."""
         loss, outputs = self.pipeline.step(
-            *self.inputs,
-            num_chunks=self.microbatches,
-            criterion=criterion,
-            labels=self.labels,
-            return_outputs=keep,
+            *self.inputs, num_chunks=self.microbatches, criterion=criterion, labels=self.labels, return_outputs=keep
         )
         problems = []
         wanted = None if self.ends is None else self.expected[self.ends][self.shard]

@@ -195,8 +195,7 @@ def test_layers_of_a_model_choose_together() -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"score": "sigmoid", "groups": 3, "top_groups": 2, "weights_in": "activation"}],
+    "options", [{}, {"score": "sigmoid", "groups": 3, "top_groups": 2, "weights_in": "activation"}]
 )
 def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
     inputs, labels = torch.randint(11, (2, 4, 8), device=DEVICE)

@@ -163,11 +163,7 @@ def test_underflowed_scores_give_finite_weights_and_gradients() -> None:
 
 # Padding.
 
-RULES = [
-    {},
-    {"score": "sigmoid", "groups": 4, "top_groups": 2},
-    {"force_load_balance": True},
-]
+RULES = [{}, {"score": "sigmoid", "groups": 4, "top_groups": 2}, {"force_load_balance": True}]
 
 
 @pytest.mark.parametrize("options", RULES)

@@ -9,18 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.plan import (
-    BlockShape,
-    Node,
-    NodeCosts,
-    Op,
-    Overlap,
-    Plan,
-    bound,
-    compile,
-    play_ranks,
-    with_rendezvous,
-)
+from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Plan, bound, compile, play_ranks, with_rendezvous
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.simulation import simulate
 from tests.counting import work

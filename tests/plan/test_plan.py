@@ -16,17 +16,7 @@ from overlap1f1b.plan import BlockShape, NodeCosts, Op, Overlap, Plan, StageShap
 from overlap1f1b.plan.compiler import DEFERRED
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
 from overlap1f1b.schedule import Action, Kind, Program
-from tests.plan.cases import (
-    DENSE,
-    MOE,
-    chains_of,
-    costs_of,
-    makespan,
-    programs,
-    shapes,
-    table_costs,
-    with_nodes,
-)
+from tests.plan.cases import DENSE, MOE, chains_of, costs_of, makespan, programs, shapes, table_costs, with_nodes
 from tests.plan.rules import broken_rules, peak, without_gathers
 from tests.plan.tries import all_tries
 from tests.programs import combined_1f1b, sequential

@@ -22,10 +22,7 @@ def test_against_all_choices(experts: int, chosen: int, ranks: int) -> None:
     ("routing", "shares"),
     [
         ({"experts": 128, "chosen": 8}, {2: 0.25, 4: 0.45, 8: 0.67, 16: 0.82}),  # Qwen3
-        (
-            {"experts": 256, "chosen": 8, "groups": 8, "top_groups": 4},
-            {2: 0.25, 4: 0.39, 8: 0.49},
-        ),  # DeepSeek
+        ({"experts": 256, "chosen": 8, "groups": 8, "top_groups": 4}, {2: 0.25, 4: 0.39, 8: 0.49}),  # DeepSeek
     ],
 )
 def test_shares_of_a_row_for_each_choice(routing: dict[str, int], shares: dict[int, float]) -> None:

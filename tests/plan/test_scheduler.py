@@ -10,18 +10,7 @@ from overlap1f1b.plan import RECOMPUTES, Node, NodeCosts, Op, Plan, Recompute, R
 from overlap1f1b.plan.orders import serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Kind, Program, build_schedule
-from tests.plan.cases import (
-    DENSE,
-    MOE,
-    chains_of,
-    costs_of,
-    makespan,
-    play,
-    programs,
-    shapes,
-    table_bound,
-    table_costs,
-)
+from tests.plan.cases import DENSE, MOE, chains_of, costs_of, makespan, play, programs, shapes, table_bound, table_costs
 from tests.plan.rules import broken_rules
 from tests.programs import combined_1f1b, sequential
 from tests.tiers import first

@@ -120,16 +120,7 @@ def another_way(block: Odd) -> None:
 @pytest.mark.parametrize("schedule", ["sequential", "zb_h1"])
 @pytest.mark.parametrize(
     "change",
-    [
-        forward_of_its_own,
-        another_class,
-        another_layer,
-        another_weight,
-        computed_weight,
-        hooks,
-        frozen,
-        another_way,
-    ],
+    [forward_of_its_own, another_class, another_layer, another_weight, computed_weight, hooks, frozen, another_way],
 )
 def test_block_that_changes_between_steps(change: Callable[[Odd], None], schedule: str) -> None:
     """What users do to a model that trains: gradients follow from the next step on."""

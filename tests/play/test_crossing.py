@@ -360,11 +360,7 @@ def _left(rank: int, size: int, body: Body, place: str, overlap: Overlap, microb
 
 LEAVES: list[tuple[Body, str]] = [
     (left_of_a_layer, "alone"),
-    *wide(
-        (left_of_a_parameter, "alone"),
-        (left_of_the_input, "second"),
-        (left_of_received_rows, "alone"),
-    ),
+    *wide((left_of_a_parameter, "alone"), (left_of_the_input, "second"), (left_of_received_rows, "alone")),
 ]
 
 

@@ -91,10 +91,7 @@ def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: s
 @pytest.mark.parametrize(
     ("about", "tip"),
     [
-        (
-            About("combined_1f1b", "pairs"),
-            "opened by overlap=3 and one more warm-up forward (extra_warmup=1)",
-        ),
+        (About("combined_1f1b", "pairs"), "opened by overlap=3 and one more warm-up forward (extra_warmup=1)"),
         *wide(
             (About("combined_1f1b+1", "pairs"), "opened by overlap=3"),
             (About("dualpipev", "3"), "though more were allowed: more microbatches or two chunks"),

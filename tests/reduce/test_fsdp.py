@@ -299,11 +299,7 @@ def test_gathers_are_throttled_and_streams_shared(rank: int, size: int) -> None:
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BY_NODES: list[tuple[str, MixedPrecisionPolicy | None, dict[str, Any]]] = [
     ("blocks", None, {}),
-    *wide(
-        ("root", None, {"tied": True}),
-        ("blocks", BF16, {"block": Frozen}),
-        ("replicate", BF16, {}),
-    ),
+    *wide(("root", None, {"tied": True}), ("blocks", BF16, {"block": Frozen}), ("replicate", BF16, {})),
 ]
 
 

@@ -122,10 +122,7 @@ def test_the_digest_tells_texts_and_splits_apart(tmp_path: Path) -> None:
 
 def test_targets_are_the_next_bytes(tmp_path: Path) -> None:
     corpus = of(tmp_path, bytes(range(1, 201)), held_out=0.25)
-    for inputs, targets in [
-        corpus.batch(0, 0, batch=50, seed=0),
-        *corpus.held_out_batches(0, 1, batch=2, limit=99),
-    ]:
+    for inputs, targets in [corpus.batch(0, 0, batch=50, seed=0), *corpus.held_out_batches(0, 1, batch=2, limit=99)]:
         assert inputs.dtype == targets.dtype == torch.int64
         assert inputs.shape == targets.shape
         assert inputs.shape[1] == S

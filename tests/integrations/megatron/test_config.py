@@ -43,14 +43,8 @@ def test_groups_of_several_modules_are_refused() -> None:
 IGNORED: list[tuple[dict[str, Any], str]] = [
     *[({name: "x"}, f"^{name}='x'; allowed: {', '.join(map(str, allowed))}$") for name, allowed in REFUSED[""].items()],
     ({"later_loss_scale_func": 3}, "^later_loss_scale_func=3; allowed: None, or one of grad_scale_func, moe_grad"),
-    (
-        {"fp8": "hybrid"},
-        "^fp8='hybrid' in a chunk that exchanges rows or delays weight gradients; allowed: None$",
-    ),
-    (
-        {"pipeline_model_parallel_size": 2},
-        "^pipeline_model_parallel_size=2 with a group pp of 1 ranks; allowed: a ",
-    ),
+    ({"fp8": "hybrid"}, "^fp8='hybrid' in a chunk that exchanges rows or delays weight gradients; allowed: None$"),
+    ({"pipeline_model_parallel_size": 2}, "^pipeline_model_parallel_size=2 with a group pp of 1 ranks; allowed: a "),
     ({"expert_model_parallel_size": 4}, "^expert_model_parallel_size=4 with a group ep of 1 ranks; allowed: a pg"),
     ({"context_parallel_size": 2}, "^context_parallel_size=2 with a group cp of 1 ranks; allowed: a pg_collection"),
     ({"tensor_model_parallel_size": 2}, "^tensor_model_parallel_size=2 with a group tp of 1 ranks; allowed: a pg"),

@@ -19,11 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import overlap1f1b as o1
 from overlap1f1b.engine import EngineOptions
-from overlap1f1b.integrations.megatron import (
-    SCHEDULES,
-    ProcessGroups,
-    get_forward_backward_func,
-)
+from overlap1f1b.integrations.megatron import SCHEDULES, ProcessGroups, get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import engines_of
 from overlap1f1b.plan import NodeCosts
 from tests import models

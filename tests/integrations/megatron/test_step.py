@@ -103,9 +103,7 @@ def test_attached_losses_have_megatrons_scale_for_a_step(
     fake(monkeypatch, "megatron.core.transformer.moe.moe_utils", MoEAuxLossAutoScaler=scalers[0])
     fake(monkeypatch, "megatron.core.transformer.multi_token_prediction", MTPLossAutoScaler=scalers[1])
     fake(
-        monkeypatch,
-        "megatron.core.transformer.experimental_attention_variant.dsa",
-        DSAIndexerLossAutoScaler=scalers[2],
+        monkeypatch, "megatron.core.transformer.experimental_attention_variant.dsa", DSAIndexerLossAutoScaler=scalers[2]
     )
     config = SimpleNamespace(
         calculate_per_token_loss=per_token, grad_scale_func=lambda loss: loss * 6, num_moe_experts=8,

@@ -97,11 +97,7 @@ def test_experts_over_two_ranks(titan: Kept, folder: str, plain: Plain) -> None:
 
 @installed
 @pytest.mark.parametrize(
-    ("pp", "options"),
-    [
-        (1, {"parts": 2}),
-        *wide((2, {"overlap": "pairs", "capacity": 4.0, "recompute": "experts"})),
-    ],
+    ("pp", "options"), [(1, {"parts": 2}), *wide((2, {"overlap": "pairs", "capacity": 4.0, "recompute": "experts"}))]
 )
 def test_our_exchange_in_its_layers(titan: Kept, folder: str, plain: Plain, pp: int, options: dict[str, Any]) -> None:
     """Loss, norm and weights are as by torchtitan's own dispatcher; the checkpoint has the same entries.

@@ -238,10 +238,7 @@ def test_a_mean_over_tokens_and_stages_as_a_module() -> None:
     [
         ({"model": "x"}, "model='x'; allowed: Module"),
         ({"program": "1f1b"}, "program='1f1b'; allowed: Program"),
-        (
-            {"program": build_schedule("1f1b", ranks=2, microbatches=4)},
-            "program '1f1b' over 2 pipeline ranks on a me",
-        ),
+        ({"program": build_schedule("1f1b", ranks=2, microbatches=4)}, "program '1f1b' over 2 pipeline ranks on a me"),
         ({"mesh": "cpu"}, "mesh='cpu'; allowed: DeviceMesh or None"),
         ({"inputs": "input_ids"}, "inputs='input_ids'; allowed: a list of str"),
         ({"inputs": 5}, "inputs=5; allowed: a list of str"),

@@ -113,10 +113,7 @@ PLAYED: list[tuple[str, Overlap]] = [("sequential", "serial"), ("combined_1f1b",
 
 
 @pytest.mark.parametrize("name", [name for name in UNUSUAL if name in INSTALLED])
-@pytest.mark.parametrize(
-    ("schedule", "overlap"),
-    first(PLAYED, ("combined_1f1b", 3)),
-)
+@pytest.mark.parametrize(("schedule", "overlap"), first(PLAYED, ("combined_1f1b", 3)))
 def test_unusual_layers_are_bit_equal(name: str, schedule: str, overlap: Overlap) -> None:
     """The embedding of one is also its head: two stages sum its gradient in another order."""
     limit = 1e-6 if name == "jetmoe" else 0.0

@@ -44,8 +44,4 @@ def test_sums_of_a_loss_over_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path)
     assert expected[0][:2] == [4.0, 2.0]
     assert expected[0][3:] == [0, 1, 2, 3, -1, -1, 0, 1, 2, 3, 0, 1]
     layout = OverlapArguments(pp=2, timeout=20.0)
-    assert ranks4.run(train, replace(spec, kind=Reducing, layout=layout), attrgetter("reduced")) == [
-        (),
-        (),
-        *expected,
-    ]
+    assert ranks4.run(train, replace(spec, kind=Reducing, layout=layout), attrgetter("reduced")) == [(), (), *expected]
