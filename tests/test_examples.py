@@ -41,8 +41,7 @@ def losses(text: str) -> dict[int, float]:
     found = re.findall(
         r"^step (\d+) loss (\d+\.\d+) grad_norm \S+ tps \d+(?:, \d+% of the exchange hidden)?$", text, re.M
     )
-    held_out = re.findall(r"^held out: loss \d+\.\d+$", text, re.M)
-    assert len(found) + len(held_out) == text.count("\n")
+    assert len(found) + len(re.findall(r"^held out: loss \d+\.\d+$", text, re.M)) == text.count("\n")
     return {int(step): float(loss) for step, loss in found}
 
 

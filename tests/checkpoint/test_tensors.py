@@ -42,8 +42,7 @@ def _losses(rank: int, size: int, kind: str, folder: Path, load: bool) -> list[f
     engine = make(model, build_schedule("combined_1f1b", microbatches=2), mesh=mesh, costs=COSTS, timeout=30.0)
     losses = []
     for step in range(load_checkpoint(engine, folder, optimizer) if load else 0, 4):
-        x, target = models.batch(2, seed=step)
-        losses.append(engine.mean_loss(engine.step(x, target=target)))
+        losses.append(engine.mean_loss(engine.step(*models.batch(2, seed=step))))
         optimizer.step()
         optimizer.zero_grad()
         if step == 1 and not load:

@@ -71,8 +71,7 @@ def test_agrees_with_the_engines_own_counters_on_a_wire(text: Path, tmp_path: Pa
 def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "two words" / "out"
     sizes = ("--layers", 1, "--batch", 2, "--microbatches", 2, "--profile-warmup", 0, "--profile-steps", 2)
-    run = Run("profile train", *sizes, "--text", text, "--out", out, "--json", "-")
-    status, shown, err = run.wait()
+    status, shown, err = Run("profile train", *sizes, "--text", text, "--out", out, "--json", "-").wait()
     assert status == 0, err
     names = [f"rank{rank}{kind}" for rank in (0, 1) for kind in (".record", ".trace.json.gz")]
     assert sorted(path.name for path in out.iterdir()) == names

@@ -73,8 +73,7 @@ def test_a_block_that_begins_to_draw_has_its_streams_from_the_next_step_on() -> 
         noises = [LateNoise(models.H), LateNoise(models.V)]
         embedding, *rest = models.build()
         model = nn.Sequential(embedding, noises[0], *rest, noises[1])
-        program = build_schedule("combined_1f1b", microbatches=4)
-        engine = make(model, program, overlap=overlap, costs=COSTS)
+        engine = make(model, build_schedule("combined_1f1b", microbatches=4), overlap=overlap, costs=COSTS)
         inputs, target = models.batch(4)
         for step in range(3):
             for noise in noises:

@@ -17,9 +17,8 @@ def _step(rank: int, size: int, capacity: float | None) -> tuple[int, int, Any]:
     """Where the step begins in what the rank has written down, its dispatches, and its gradients."""
     layout, program = Layout(1, size), program_of("combined_1f1b", 1, MICROBATCHES)
     engine, model = engine_of(program, layout, capacity=capacity, verify=False)
-    inputs, target = batch_of(program, layout, rank)
     begin = len(here().log)
-    engine.step(inputs, target=target)
+    engine.step(*batch_of(program, layout, rank))
     dispatches = sum(node.op is Op.DISPATCH and str(node.kind) == "F" for node in engine.plan.ranks[0])
     return begin, dispatches, models.held(engine, model)
 

@@ -38,8 +38,7 @@ def _step(rank: int, size: int) -> None:
     """Two stages, two ranks that share experts: rows, counts, stages and reductions; then an optimizer's step."""
     layout, program = Layout(2, 2), program_of("combined_1f1b", 2)
     engine, _ = engine_of(program, layout, verify=False)
-    inputs, target = batch_of(program, layout, rank)
-    engine.step(inputs, target=target)
+    engine.step(*batch_of(program, layout, rank))
     torch.optim.SGD(set(engine.parameters()), lr=0.1, foreach=False).step()
 
 
@@ -47,8 +46,7 @@ def _step_in_room(rank: int, size: int) -> None:
     """Two ranks that share experts, with a capacity: the experts alone wait for counts."""
     layout, program = Layout(1, 2), program_of("combined_1f1b", 1, 3)
     engine, _ = engine_of(program, layout, capacity=2.0)
-    inputs, target = batch_of(program, layout, rank)
-    engine.step(inputs, target=target)
+    engine.step(*batch_of(program, layout, rank))
 
 
 def _tied_step(rank: int, size: int) -> None:
@@ -58,8 +56,7 @@ def _tied_step(rank: int, size: int) -> None:
     mesh = mesh_of(Layout(2, 1))
     with one_at_a_time:
         stages = build(held, 2)
-    inputs, target = models.batch(MICROBATCHES)
-    make(stages, program, mesh=mesh, costs=COSTS, timeout=30).step(inputs, target=target)
+    make(stages, program, mesh=mesh, costs=COSTS, timeout=30).step(*models.batch(MICROBATCHES))
 
 
 def _loopback_step(rank: int, size: int) -> None:

@@ -24,15 +24,13 @@ PROGRAM = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
 
 
 def _engine(capacity: float | None, exchange: Exchange | None = None) -> Engine:
-    model = models.build(dropout=0.1)
-    return make(model, PROGRAM, exchange=exchange, costs=COSTS, capacity=capacity)
+    return make(models.build(dropout=0.1), PROGRAM, exchange=exchange, costs=COSTS, capacity=capacity)
 
 
 def _step(engine: Engine, steps: int = 2) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Losses and gradients of steps that add up."""
     torch.manual_seed(1)
-    data = models.batch(4)
-    losses = [loss for _ in range(steps) for loss in engine.step(data[0], target=data[1]).losses]
+    losses = [loss for _ in range(steps) for loss in engine.step(*models.batch(4)).losses]
     return losses, models.gradients(torch.nn.Sequential(*engine.stages[0].blocks))
 
 

@@ -125,8 +125,7 @@ def test_evaluate_gives_the_loss_and_touches_no_gradient() -> None:
     before = models.gradients(model)
     with torch.no_grad():
         losses = [models.loss_fn(model(x), y) for x, y in zip(data[0].chunk(3), data[1].chunk(3), strict=True)]
-    result = engine.evaluate(data[0], target=data[1])
-    assert torch.equal(torch.stack(result.losses), torch.stack(losses))
+    assert torch.equal(torch.stack(engine.evaluate(data[0], target=data[1]).losses), torch.stack(losses))
     assert not models.equal(models.gradients(model), before)
 
 
@@ -265,8 +264,7 @@ def test_costs_set_on_one_rank_alone_end_both_ranks(rank: int, size: int) -> Non
     """In the first step before anything is exchanged; later as well."""
     mesh, data = _mesh(size), models.batch(2, seed=rank)
     for before in (0, 2):
-        model = models.build(mesh.get_group("ep"))
-        engine = make(model, programs(2)[1], mesh=mesh, timeout=3)
+        engine = make(models.build(mesh.get_group("ep")), programs(2)[1], mesh=mesh, timeout=3)
         for _ in range(before):
             engine.step(data[0], target=data[1])
         if rank == 0:
@@ -362,9 +360,8 @@ def test_values_of_another_kind(options: dict[str, Any], message: str) -> None:
 )
 def test_counts_of_tokens_of_another_kind(result: Any, message: str) -> None:
     engine = make(models.build(), programs(2)[0], count_tokens=lambda target: result)
-    inputs, target = models.batch(2)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        engine.step(inputs, target=target)
+        engine.step(*models.batch(2))
 
 
 @pytest.mark.parametrize(

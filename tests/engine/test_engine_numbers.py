@@ -82,8 +82,7 @@ def test_costs_hold_for_an_unseen_number() -> None:
     """Nodes are measured in two steps, whatever their numbers; then an unseen one has a plan of its own."""
     engine = make(models.build(), build_schedule("combined_1f1b", microbatches=4), tries=0)
     for number, measured in ((3, False), (5, True), (2, True)):
-        inputs, target = models.batch(number)
-        engine.step(inputs, target=target, microbatches=number)
+        engine.step(*models.batch(number), microbatches=number)
         assert (engine.costs is not None) is measured is not engine.tuner.settling
         assert engine.program.microbatches == engine.microbatches == number
     engine.microbatches = 7
@@ -110,9 +109,7 @@ def test_few_plans_are_kept() -> None:
 
 def test_an_evaluation_of_another_number_leaves_the_next_step() -> None:
     engine = make(models.build(), build_schedule("combined_1f1b", microbatches=4), costs=COSTS)
-    inputs, target = models.batch(6)
-    losses = engine.evaluate(inputs, target=target, microbatches=6).losses
-    assert len(losses) == 6
+    assert len(engine.evaluate(*models.batch(6), microbatches=6).losses) == 6
     assert engine.microbatches == 4
 
 

@@ -47,9 +47,8 @@ def gated(
     ):
         warnings.simplefilter("always")
         for step, number in enumerate(numbers, 1):
-            inputs, target = models.batch(number, seed=rank)
             try:
-                engine.step(inputs, target=target, microbatches=number)
+                engine.step(*models.batch(number, seed=rank), microbatches=number)
             except NotHiddenError as error:
                 found.append(f"{step}: {error}" if error.result else "no result")
     return found + [str(one.message) for one in said if "of the exchange is hidden" in str(one.message)]

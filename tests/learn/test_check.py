@@ -259,8 +259,7 @@ def _step(model: nn.Module, loss: Any = loss_fn, **options: Any) -> Engine:
     """Make one step of a model over vectors, in an order with several open actions."""
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
     engine = make(model, program, loss_fn=loss, overlap=3, costs=COSTS, **options)
-    dtype = next(model.parameters()).dtype
-    data = batch(0).to(dtype)
+    data = batch(0).to(next(model.parameters()).dtype)
     engine.step(data[0], target=data[1])
     return engine
 

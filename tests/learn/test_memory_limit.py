@@ -146,8 +146,7 @@ def test_bytes_have_units() -> None:
 def test_only_forwards_that_gain_are_made_early() -> None:
     """Without an exchange to hide nothing is gained by several open microbatches."""
     costs = replace(measured()[0], by_op=NodeCosts.uniform(attention=3, experts=4, dispatch=0.001).by_op)
-    engine = make(transformer(), PROGRAM, costs=costs, memory="1TB")
-    assert engine.plan.program.name == "sequential"
+    assert make(transformer(), PROGRAM, costs=costs, memory="1TB").plan.program.name == "sequential"
 
 
 def _less(rank: int, size: int) -> list[tuple[str, int]]:

@@ -58,8 +58,7 @@ def test_values_and_gradients_are_those_of_the_loops(shape: tuple[int, ...], sha
 @pytest.mark.parametrize("shape", [(0, H), (0, 4, H), (3, 0, H)])
 def test_no_tokens(shape: tuple[int, ...]) -> None:
     moe = make(shared=3, score="sigmoid", aux_coefficient=0.1, z_coefficient=0.1)
-    x = torch.empty(shape, dtype=torch.float64, requires_grad=True)
-    y = moe(x)
+    y = moe(torch.empty(shape, dtype=torch.float64, requires_grad=True))
     y.sum().backward()
     assert y.shape == shape
     for parameter in moe.parameters():

@@ -91,8 +91,7 @@ def test_no_tokens() -> None:
     for capacity in (None, 1.25):
         route = Route(torch.empty(0, 2, dtype=torch.int64), 4, 2, TORCH, capacity=capacity)
         route.arrive(torch.zeros_like(route.counts_to_send).view(2, -1))
-        packed = route.pack(torch.empty(0, H), torch.empty(0, 2))
-        rows, weights = route.expand(packed)
+        rows, weights = route.expand(route.pack(torch.empty(0, H), torch.empty(0, 2)))
         assert rows.shape == (0, H)
         assert route.gather(route.weigh(rows, weights)).shape == (0, H)
         assert route.pack_backward(route.expand_backward(rows, weights))[0].shape == (0, H)

@@ -157,8 +157,7 @@ def _at_once(nodes: Iterable[Node]) -> list[int]:
 @pytest.mark.parametrize("room", [1, 2, 3, inf])
 def test_gathers_leave_the_order_and_keep_within_their_room(overlap: Overlap, room: float) -> None:
     shape = tuple(BlockShape(number % 2, gathered=number != 1) for number in range(5))
-    program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
-    plan = compile(program, shape, COSTS, overlap)
+    plan = compile(build_schedule("combined_1f1b", microbatches=4, extra_warmup=1), shape, COSTS, overlap)
     nodes = [node for node in plan.nodes if node.op not in GATHERS]
     gathered = with_gathers(nodes, chains_of(shape), room)
     assert [node for node in gathered if node.op not in GATHERS] == nodes

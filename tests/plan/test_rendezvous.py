@@ -69,8 +69,7 @@ def test_one_rank_stays_as_it_is() -> None:
 
 def test_orders_in_which_ranks_would_wait_for_each_other() -> None:
     """1F1B's steady state: both neighbours send before they receive."""
-    plan = compiled("1f1b", 2, "serial")
-    assert not meets(plan)
+    assert not meets(compiled("1f1b", 2, "serial"))
 
 
 def test_reductions_of_replicas_stand_where_all_are() -> None:

@@ -66,8 +66,7 @@ def test_what_is_found_keeps_every_rule(data: st.DataObject) -> None:
     assert max(plan.program.peak_activations) * placement.share <= limit or plan.order != "found"
     spans = play_ranks(plan.ranks, placement, costs, counts_block=waits)
     assert plan.predicted == max(span.end for rank in spans for span in rank)
-    least = pipeline_bound(placement, microbatches, shape, costs)
-    assert least <= plan.predicted * (1 + 1e-9)
+    assert pipeline_bound(placement, microbatches, shape, costs) <= plan.predicted * (1 + 1e-9)
 
 
 def test_exchanges_of_a_block_s_own_beside_parts() -> None:
@@ -162,8 +161,7 @@ def test_a_program_that_is_found_is_written_and_read(tmp_path: Path) -> None:
     plan.program.to_csv(tmp_path / "auto.csv")
     assert Program.from_csv(tmp_path / "auto.csv") == plan.program
     assert plan.program.draw().startswith("rank 0: 0F0 ")
-    again = compile(plan.program, plan.shapes, even(), 3)
-    assert not list(broken_rules(again))
+    assert not list(broken_rules(compile(plan.program, plan.shapes, even(), 3)))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=3, dense=2)
 
 
 def planned(schedule: str, shape: StageShape, overlap: Overlap = "serial", *, ranks: int = 1) -> Plan:
-    program = build_schedule(schedule, ranks=ranks, microbatches=4)
-    return compile(program, shape, COSTS, overlap=overlap)
+    return compile(build_schedule(schedule, ranks=ranks, microbatches=4), shape, COSTS, overlap=overlap)
 
 
 def said(turns: list[Turn]) -> list[str]:

@@ -78,8 +78,7 @@ def test_gradients_are_those_of_the_plain_model_and_come_once(compiled: Compile,
         calls: list[int] = []
         model[1].mix.weight.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1))
         if compiles:
-            engine = engine_of(compiled(model, "aot_eager"), recompute=recompute)
-            engine.step(data[0], target=data[1])
+            engine_of(compiled(model, "aot_eager"), recompute=recompute).step(data[0], target=data[1])
         else:
             models.plain_gradients(model, *data, MICROBATCHES)
         found.append(models.gradients(model))
@@ -107,8 +106,7 @@ def test_a_block_runs_with_and_without_the_engine_in_turns(compiled: Compile) ->
 def test_weight_gradients_wait_for_their_own_node() -> None:
     x, y = models.batch(1)
     model = in_place(models.build(layers=1), "aot_eager")
-    stage = Stage(model)
-    microbatch = Microbatch(stage, x, y, loss_fn=models.loss_fn)
+    microbatch = Microbatch(Stage(model), x, y, loss_fn=models.loss_fn)
     combined_forward_backward_step(microbatch, None)
     combined_forward_backward_step(None, microbatch, split=True)
     assert model[1].mix.weight.grad is None
@@ -153,12 +151,10 @@ def _two_ranks(rank: int, size: int, backend: str, recompute: Recompute, calls: 
 
 @pytest.mark.parametrize("compiled", WAYS)
 def test_a_whole_graph_is_refused_in_one_line(compiled: Any) -> None:
-    data = models.batch(MICROBATCHES)
-    model = models.build(layers=1)
-    given = compiled(model, "eager", fullgraph=True)
+    given = compiled(models.build(layers=1), "eager", fullgraph=True)
     kind = type(given[1]).__name__
     with pytest.raises(ValueError, match="fullgraph") as caught:
-        engine_of(given).step(data[0], target=data[1])
+        engine_of(given).step(*models.batch(MICROBATCHES))
     assert str(caught.value) == (
         f"block 1 ({kind}) is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves "
         "the graph; allowed: torch.compile without fullgraph"
@@ -176,11 +172,10 @@ def test_cuda_graphs_are_refused_where_several_microbatches_are_alive(compiled: 
     for name, several in {"combined_1f1b": True, "afab": True, "sequential": False}.items():
         with torch.device("meta"):
             model = models.build(layers=1)
-            data = models.batch(MICROBATCHES)
         program = build_schedule(name, microbatches=MICROBATCHES)
         engine = make(compiled(model, "inductor", **options), program, costs=COSTS)
         with pytest.raises(ValueError, match="allowed") as caught:
-            engine.step(data[0], target=data[1])
+            engine.step(*models.batch(MICROBATCHES))
         assert ("is compiled with triton.cudagraphs" in str(caught.value)) == (several and bool(options)), name
 
 

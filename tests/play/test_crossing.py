@@ -507,8 +507,7 @@ def test_full_backward_hooks_fire_once_and_an_input_may_be_changed(overlap: Over
     plain, expected = built()
     _, grads = models.plain_gradients(plain, *data, 4)
     model, fired = built()
-    program = build_schedule("combined_1f1b", microbatches=4)
-    engine = make(model, program, overlap=overlap, verify=False)
+    engine = make(model, build_schedule("combined_1f1b", microbatches=4), overlap=overlap, verify=False)
     for _ in range(3):
         model.zero_grad()
         fired.clear()
@@ -521,11 +520,9 @@ def test_full_backward_hooks_fire_once_and_an_input_may_be_changed(overlap: Over
 def test_an_input_that_is_needed_again_may_not_be_changed(recompute: Recompute) -> None:
     embedding, *rest = models.build()
     model = nn.Sequential(embedding, ChangesItsInput(), *rest)
-    program = build_schedule("sequential", microbatches=2)
-    engine = make(model, program, recompute=recompute)
-    inputs, target = models.batch(2)
+    engine = make(model, build_schedule("sequential", microbatches=2), recompute=recompute)
     with pytest.raises(ValueError, match=r"input of block 1 \(ChangesItsInput\) was changed in place"):
-        engine.step(inputs, target=target)
+        engine.step(*models.batch(2))
 
 
 def interrupted(*_: Any) -> None:

@@ -36,8 +36,7 @@ def test_a_list_has_an_entry_a_microbatch_of_any_size() -> None:
 
 
 def test_inputs_that_have_names_come_in_their_order_and_may_be_absent() -> None:
-    part = split_batch({"mask": None, "ids": X}, 2, "inputs", ("ids", "mask"))
-    ids, mask = part(1)
+    ids, mask = split_batch({"mask": None, "ids": X}, 2, "inputs", ("ids", "mask"))(1)
     assert ids.tolist() == X[3:].tolist()
     assert is_absent(mask)
 

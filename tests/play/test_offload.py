@@ -224,8 +224,7 @@ def test_what_the_graph_alone_holds_travels_once(what: str, given: dict[str, Any
     """Weights, the batch, outputs, what the model's own hooks took, and what somebody holds stay."""
     x = torch.randn(16, 16)
     engine = engine_of(Saves(what), **given)
-    result = engine.step(x, target=x)
-    assert moved(result) == 2 * tensors * 512
+    assert moved(engine.step(x, target=x)) == 2 * tensors * 512
 
 
 def test_hooks_around_a_step_take_everything() -> None:

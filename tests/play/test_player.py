@@ -29,8 +29,7 @@ from tests.tiers import wide
 
 
 def engine(model: Any, name: str = "combined_1f1b", microbatches: int = 4) -> Engine:
-    program = build_schedule(name, microbatches=microbatches)
-    return make(model, program, costs=COSTS, verify=False)
+    return make(model, build_schedule(name, microbatches=microbatches), costs=COSTS, verify=False)
 
 
 class Noting(Observer):
@@ -142,7 +141,6 @@ def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:
     program = build_schedule("sequential", microbatches=2)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     played = make(models.build(mesh.get_group("ep")), program, mesh=mesh, parts=3)
-    inputs, target = models.batch(2, seed=rank)
     meetings: list[float] = []
 
     def barrier() -> None:
@@ -150,7 +148,7 @@ def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:
         dist.barrier()
 
     with patch.object(played.mesh, "barrier", barrier):
-        result = played.step(inputs, target=target)
+        result = played.step(*models.batch(2, seed=rank))
     ends = {span.node: result.times.begun + span.end for span in result.overlap.spans}
     exchanges = [node for node in played.plan.ranks[0] if node.op in (Op.COUNTS, Op.DISPATCH, Op.COMBINE)]
     assert len(exchanges) == len(meetings)

@@ -40,9 +40,8 @@ def engine(microbatches: int, exchange: Exchange | None, overlap: Overlap, **opt
 
 
 def step(engine: Engine) -> StepResult:
-    inputs, target = models.batch(engine.program.microbatches)
     torch.manual_seed(1)
-    return engine.step(inputs, target=target)
+    return engine.step(*models.batch(engine.program.microbatches))
 
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
@@ -79,8 +78,7 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     """With a clock of its own, here the thread's in other units, spans are those of the streams."""
     settled = []
     watch = Watch(lambda: 7 * time.perf_counter(), lambda a, b: (b - a) / 7, lambda: settled.append(True))
-    exchange = LoopbackExchange(CPU, gbps=1e-3)
-    overlapped = engine(2, exchange, 2, costs=COSTS)
+    overlapped = engine(2, LoopbackExchange(CPU, gbps=1e-3), 2, costs=COSTS)
     overlapped.observers.append(Last())  # it asks for every node
     clocked(overlapped, watch)
     result = step(overlapped)
@@ -166,8 +164,7 @@ def test_products_leave_two_multiprocessors_for_each_block_of_rows(
     monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 5)
     exchange = LoopbackExchange(CPU)
     exchange.sms = 12
-    overlapped = engine(4, exchange, 3, costs=COSTS, verify=False, device=DeviceOptions(carveout=wanted))
-    step(overlapped)
+    step(engine(4, exchange, 3, costs=COSTS, verify=False, device=DeviceOptions(carveout=wanted)))
     assert told == ([24, 5] if wanted else [])
 
 

@@ -62,8 +62,7 @@ def test_gradients_and_dropout_are_those_without(expert_calls: int, microbatches
     expected = gradients("none", "sequential", "serial", **options)
     for (first, name), (second, overlap) in product(enumerate(PROGRAMS), enumerate(OVERLAPS)):
         mode = MODES[(first + second + microbatches) % 3]
-        found = gradients(mode, name, overlap, **options)
-        assert not models.equal(found, expected), (name, overlap, mode)
+        assert not models.equal(gradients(mode, name, overlap, **options), expected), (name, overlap, mode)
 
 
 class Checkpointed(models.Block):
@@ -307,9 +306,8 @@ def test_a_failed_step_leaves_no_hooks_behind(mode: Recompute) -> None:
     engine = make(
         models.build(block=Failing), build_schedule("combined_1f1b", microbatches=4), costs=COSTS, recompute=mode
     )
-    inputs, target = models.batch(4)
     with pytest.raises(KeyError, match="the model's own"):
-        engine.step(inputs, target=target)
+        engine.step(*models.batch(4))
     x = torch.ones(3, requires_grad=True)
     (x * x).sum().backward()
     assert x.grad is not None

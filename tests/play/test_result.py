@@ -27,8 +27,7 @@ def result(*losses: float, shares: tuple[float, ...]) -> StepResult:
 
 def test_the_loss_is_the_mean_by_shares() -> None:
     assert result(1.0, 3.0, shares=(0.5, 0.5)).loss.item() == 2
-    uneven = result(1.0, 3.0, shares=(0.25, 0.75))
-    assert uneven.loss.item() == 2.5
+    assert result(1.0, 3.0, shares=(0.25, 0.75)).loss.item() == 2.5
     with pytest.raises(ValueError, match="no microbatch ends on this rank"):
         _ = result(shares=()).loss
 

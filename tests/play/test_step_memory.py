@@ -103,8 +103,7 @@ def test_an_engine_takes_its_groups_and_threads_with_it(rank: int, size: int) ->
         blocks = list(models.build(mesh.get_group("ep"), layers=2))
         program = build_schedule("1f1b", ranks=2, microbatches=2)
         engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=30)
-        inputs, target = models.batch(2)
-        engine.step(inputs, target=target)
+        engine.step(*models.batch(2))
         mesh.get_group("pp").barrier().wait()
         del engine
         gc.collect()

@@ -12,8 +12,7 @@ COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=4, counts=
 
 def simulated(schedule: str, overlap: Overlap, *, ranks: int = 2, microbatches: int = 4) -> PlanTimeline:
     """A plan of blocks with experts, as it runs by these costs."""
-    sizes = {"ranks": ranks, "microbatches": microbatches}
-    program = build_schedule(schedule, **sizes)
+    program = build_schedule(schedule, ranks=ranks, microbatches=microbatches)
     plan = compile(program, (BlockShape(1, reduced=True), BlockShape(0)), COSTS, overlap)
     return play_nodes(plan, COSTS)
 

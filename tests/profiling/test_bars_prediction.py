@@ -21,8 +21,7 @@ from tests.tiers import wide
 )
 def test_a_simulated_run_is_predicted_exactly(tmp_path: Path, schedule: str, overlap: Overlap, ranks: int) -> None:
     timeline = simulated(schedule, overlap, ranks=ranks, microbatches=2 * ranks)
-    found = read(write_run(tmp_path / "run", timeline, steps=2, experts=2)).ranks
-    predicted = predict(found, 2)
+    predicted = predict(read(write_run(tmp_path / "run", timeline, steps=2, experts=2)).ranks, 2)
     assert sorted(predicted) == list(range(2 * ranks))
     for rank, played in predicted.items():
         expected = timeline.ranks[rank // 2]

@@ -93,8 +93,7 @@ def test_a_device_that_has_been_given_nothing_waits_for_the_host(tmp_path: Path)
 def test_what_is_awaited_is_the_cause_beside_an_exchange_too(tmp_path: Path) -> None:
     combine = Range("o1 combine.f[0] m1", 12, 14)
     kernels = device(Kernel(PEER, 50, 150, 11), Kernel(EXCHANGE, 100, 120, 13))
-    events = Events([STEP, FIRST, RECEIVE, combine, LAST], list(kernels))
-    found = figures_of(recorded(tmp_path, events))
+    found = figures_of(recorded(tmp_path, Events([STEP, FIRST, RECEIVE, combine, LAST], list(kernels))))
     assert (found.idle["pipeline"], found.by_cause["pipeline"], found.overlap.exposed) == (100, 20, 20)
 
 

@@ -78,8 +78,7 @@ def test_a_set(tmp_path: Path) -> None:
     alone = read(tmp_path / "a.json.gz")
     assert (alone.missing, alone.partial) == ((0,), True)
     again = write_chrome(tmp_path / "c.json", device(0))
-    twice = refusal(tmp_path)
-    assert "are both of rank 0; allowed: one file a rank, of one run" in twice
+    assert "are both of rank 0; allowed: one file a rank, of one run" in refusal(tmp_path)
     assert refusal(tmp_path, again) == f"{again} is given twice; allowed: one file a rank, each once"
 
 

@@ -170,8 +170,7 @@ def test_exchanges_that_were_issued_and_not_seen_are_not_measured(tmp_path: Path
     ranges = [Range(str(Label(0, {"ep": (0, ranks)})), 0, 200)]
     ranges += timed("step 1: 0–100, attention.f[0] m0: 0–10, dispatch.f[0] m0: 10–20")
     ranges += timed("flight dispatch.f[0] m0: 12–30", LANE) if flights else []
-    figures = figures_of(recorded(tmp_path, Events(ranges)))
-    assert figures.measured == (flights or ranks == 1)
+    assert figures_of(recorded(tmp_path, Events(ranges))).measured == (flights or ranks == 1)
 
 
 @pytest.mark.parametrize("kind", ["chrome", *wide("nsys")])

@@ -118,8 +118,7 @@ def test_two_ranks(rank: int, size: int, tmp_path: Path) -> None:
             if span.node.resource is not Resource.COMPUTE
         }
         assert {n: t for n, t in flights.items() if n in seen} == pytest.approx(seen)
-        computed = {parse_node(text) for kind, text, *_ in step["spans"] if kind == "node"}
-        assert computed == set(nodes)
+        assert {parse_node(text) for kind, text, *_ in step["spans"] if kind == "node"} == set(nodes)
         assert {parse_node(text) for kind, text, *_ in step["spans"] if kind == "flight"} == {
             node for node in nodes if node.resource is not Resource.COMPUTE
         }

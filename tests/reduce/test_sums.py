@@ -136,8 +136,7 @@ def test_experts_of_two_blocks_are_summed_once_and_into_the_optimizers_buffer(ra
     buffer = torch.zeros(sum(p.numel() for p in model.parameters()))
     for parameter, part in zip(model.parameters(), buffer.split([p.numel() for p in model.parameters()]), strict=True):
         parameter.grad = part.view_as(parameter)
-    program = build_schedule("combined_1f1b", microbatches=4)
-    engine = make(model.blocks, program, mesh=mesh, timeout=20)
+    engine = make(model.blocks, build_schedule("combined_1f1b", microbatches=4), mesh=mesh, timeout=20)
     problems = list[str]()
     model.blocks[0].weight.grad = buffer[: model.blocks[0].weight.numel()].view_as(model.blocks[0].weight).to_sparse()
     engine.step(parts[rank][0], target=parts[rank][1])  # onto a sparse gradient of an earlier backward

@@ -335,8 +335,7 @@ def test_experts_are_stored_in_the_order_of_their_group(rank: int, size: int, tm
     """In a mesh that names the tensor group first."""
     whole = tensors.build()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
-    model = tensors.build(mesh, sequence=True)
-    engine = engine_of(model, mesh)
+    engine = engine_of(tensors.build(mesh, sequence=True), mesh)
     save_checkpoint(engine, tmp_path, 1, torch.optim.SGD(engine.parameters(), lr=0.1))
     if rank == 0:
         consolidate(tmp_path, tmp_path / "whole")

@@ -98,15 +98,13 @@ def test_two_names_and_another_shape_are_refused() -> None:
 def test_frozen_weights_get_no_gradient() -> None:
     stages = build([0, 1], 2)
     tied = [stage.tied["weight"].requires_grad_(False) for stage in stages.values()]
-    inputs, target = models.batch(MICROBATCHES)
-    make(stages, HERE, costs=COSTS).step(inputs, target=target)
+    make(stages, HERE, costs=COSTS).step(*models.batch(MICROBATCHES))
     assert all(parameter.grad is None for parameter in tied), "weight decay would change frozen weights"
 
 
 def test_not_without_reductions() -> None:
     stages = build([0, 1], 2)
-    inputs, target = models.batch(MICROBATCHES)
-    make(stages, HERE, costs=COSTS, reduce=False).step(inputs, target=target)
+    make(stages, HERE, costs=COSTS, reduce=False).step(*models.batch(MICROBATCHES))
     expected, _ = reference(1)
     first, last = (stage.tied["weight"].grad for stage in stages.values())
     torch.testing.assert_close(first + last, expected)

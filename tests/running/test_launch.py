@@ -216,8 +216,7 @@ def test_how_ranks_end(
 
 
 def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
-    script = "ready(); ready(subprocess.Popen(['sleep', '60']).pid)"
-    parent = Parent(tmp_path, script, 1)
+    parent = Parent(tmp_path, "ready(); ready(subprocess.Popen(['sleep', '60']).pid)", 1)
     assert parent.wait()[0] == 0
     assert_gone(parent.pids(2))
 

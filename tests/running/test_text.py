@@ -41,8 +41,7 @@ def test_the_standard_library_is_the_default() -> None:
     assert 0.025 < len(corpus.held_out) / (len(corpus.train) + len(corpus.held_out)) < 0.1
     assert str(corpus).startswith("standard library of Python 3.")
     assert 2.5 < corpus.unigram_entropy < 4
-    text = bytes(corpus.train[:2_000_000].tolist())
-    assert b"import" in text
+    assert b"import" in bytes(corpus.train[:2_000_000].tolist())
     assert Corpus.load(sequence=256).digest == corpus.digest
 
 
@@ -86,8 +85,7 @@ def test_folders_are_read_in_order_without_hidden_and_binary_files(tmp_path: Pat
 def test_a_file_reached_twice_is_read_once(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "texts", 3)
     once = Corpus.load([folder], sequence=S)
-    twice = Corpus.load([folder, folder / "001.txt", folder], sequence=S)
-    assert twice.digest == once.digest
+    assert Corpus.load([folder, folder / "001.txt", folder], sequence=S).digest == once.digest
 
 
 def test_the_limit_cuts_the_last_file(tmp_path: Path) -> None:

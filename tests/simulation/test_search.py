@@ -134,8 +134,7 @@ def test_pruning_changes_nothing_among_the_first(
     for candidate, least in pruned.pruned:
         assert least <= makespans.get(candidate, float("inf"))  # those over the memory limit are in neither
         assert least > pruned.found[top - 1][1].makespan
-    count = sum(map(len, (pruned.found, pruned.over, pruned.refused, pruned.pruned)))
-    assert count == len(tried)
+    assert sum(map(len, (pruned.found, pruned.over, pruned.refused, pruned.pruned))) == len(tried)
     assert done == list(range(1, len(tried) + 1))
 
 
@@ -168,8 +167,7 @@ def test_actions_are_all_played() -> None:
 def test_a_rank_keeps_its_layers_whatever_its_chunks() -> None:
     model = NodeModel(NODES, layers=4)
     for name, chunks in (("1f1b", 1), ("combined_1f1b", 2), ("zb_v", None), ("dualpipe", None)):
-        program = build_schedule(name, ranks=2, microbatches=4, chunks=chunks)
-        timeline = model.play(program, "serial")
+        timeline = model.play(build_schedule(name, ranks=2, microbatches=4, chunks=chunks), "serial")
         assert [timeline.busy(rank) for rank in (0, 1)] == [4 * 4 * 21, 4 * 4 * 21], name
 
 

@@ -70,8 +70,7 @@ def test_colours_where_it_is_a_terminal_alone(capsys: Capture, monkeypatch: pyte
 
 
 def test_long_programs_and_many_ranks_are_cut_with_a_note(capsys: Capture) -> None:
-    out = plan(capsys, "--schedule", "1f1b", "--microbatches", 100, "--width", 80).out
-    lines = out.splitlines()
+    lines = plan(capsys, "--schedule", "1f1b", "--microbatches", 100, "--width", 80).out.splitlines()
     assert all(len(line) <= 80 for line in lines[1:6])
     assert lines[7].startswith("cut at 18.25 of 309: ")
     assert "… 4 more" in plan(capsys, "--ranks", 20, "--microbatches", 20).out

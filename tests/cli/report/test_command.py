@@ -165,8 +165,7 @@ def test_notes_of_many_ranks_are_a_screen(capsys: Capture, tmp_path: Path) -> No
     for rank in range(16):
         place = {"distributedInfo": {"rank": rank, "world_size": 16}}
         write_chrome(tmp_path / f"{rank}.json", Events([], [gemm]), top=place)
-    result = report(capsys, tmp_path)
-    before = result.out.split("Milliseconds of a step")[0].splitlines()
+    before = report(capsys, tmp_path).out.split("Milliseconds of a step")[0].splitlines()
     assert len(before) < 30
     assert "rank 15: no ranges of steps: the whole file is taken for one step" in before
     assert len(report.content(capsys, tmp_path)["notes"]) == 64

@@ -137,8 +137,7 @@ def test_dark_and_light(page: dict[str, Any], browser: Any) -> None:
     for scheme in ("dark", "light"):  # the other tests of this browser have light, too
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-        colour = "return getComputedStyle(document.body).backgroundColor"
-        found[scheme] = browser.execute_script(colour)
+        found[scheme] = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert found == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
 
 

@@ -69,8 +69,7 @@ def build(
     layers: int = LAYERS,
 ) -> list[Part]:
     """Return the whole model in this number of chunks."""
-    every = list(models.build(group, layers=layers, block=block))
-    parts = split_blocks(every, stages)
+    parts = split_blocks(list(models.build(group, layers=layers, block=block)), stages)
     return [Part(part, config, first=i == 0, last=i == stages - 1) for i, part in enumerate(parts)]
 
 

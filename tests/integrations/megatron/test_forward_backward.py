@@ -97,8 +97,7 @@ def test_overlap_flag_plays_the_combined_program() -> None:
     parts = [build(1, config=SimpleNamespace(overlap_moe_expert_parallel_comm=flag))[0] for flag in (True, False)]
     for part in parts:
         call(function, [part], items(3))
-    programs = [engine_of(function, part).program.name for part in parts]
-    assert programs == ["combined_1f1b+1", "sequential"]
+    assert [engine_of(function, part).program.name for part in parts] == ["combined_1f1b+1", "sequential"]
 
 
 def test_chunks_of_another_place_are_refused() -> None:

@@ -81,9 +81,7 @@ def _loaded(rank: int, size: int, folders: list[Path]) -> list[tuple[list[Tensor
         read: list[int] = []
         with patch.object(safetensors, "safe_open", opened(read)):
             stages.load_pretrained(folder)
-        tokens, labels = tiny.batch(4)
-        engine = tiny.engine(stages, program, mesh)
-        losses = list(engine.evaluate(tokens, target=labels).losses)
+        losses = list(tiny.engine(stages, program, mesh).evaluate(*tiny.batch(4)).losses)
         held = {value.data_ptr(): value.nbytes for value in stages.state_dict().values()}
         results.append((losses, sum(read), sum(held.values())))
     return results
@@ -139,8 +137,7 @@ def test_the_layout_of_the_modules_is_read_too(tmp_path: Path) -> None:
 
 
 def test_folders_without(tmp_path: Path) -> None:
-    program = build_schedule("sequential", microbatches=1)
-    stages = split_model(tiny.build("mixtral"), program)
+    stages = split_model(tiny.build("mixtral"), build_schedule("sequential", microbatches=1))
 
     def refusal() -> str:
         with pytest.raises(ValueError, match=r"allowed|looked for") as caught:

@@ -199,8 +199,7 @@ def test_optimizers_that_are_made_too_early_are_refused(
     if meta:
         optimizer = torch.optim.SGD(stages.parameters())
         stages.load_pretrained(tmp_path)
-    tokens, labels = tiny.batch(4)
-    tiny.engine(stages, program, mesh).step(tokens, target=labels)
+    tiny.engine(stages, program, mesh).step(*tiny.batch(4))
     with pytest.raises(ValueError, match=REFUSED) as caught:
         optimizer.step()
     assert "\n" not in str(caught.value), caught.value

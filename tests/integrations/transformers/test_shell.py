@@ -12,12 +12,11 @@ from tests.integrations.transformers.test_split import AUXILIARY
 
 
 def test_the_routers_loss_asked_for_after_the_split() -> None:
-    tokens, labels = tiny.batch(2)
     program = build_schedule("sequential", microbatches=1)
     stages = split_model(tiny.build("qwen3_moe"), program)
     stages.model.config.output_router_logits = True
     with pytest.raises(RuntimeError, match="allowed: set it in the config before split_model"):
-        tiny.engine(stages, program).step(tokens, target=labels)
+        tiny.engine(stages, program).step(*tiny.batch(2))
 
 
 def test_a_model_on_one_rank_is_called_as_before() -> None:
@@ -41,8 +40,7 @@ def test_outputs_of_layers_are_refused(name: str) -> None:
     setattr(asking.config, name, True)
     with pytest.raises(ValueError, match=message):
         split_model(asking, program)
-    tokens, labels = tiny.batch(2)
     stages = split_model(tiny.build("qwen3_moe", attn_implementation="eager"), program)
     setattr(stages.model.config, name, True)
     with pytest.raises(ValueError, match=message):
-        tiny.engine(stages, program).step(tokens, target=labels)
+        tiny.engine(stages, program).step(*tiny.batch(2))

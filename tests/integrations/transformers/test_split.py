@@ -107,9 +107,8 @@ def test_checkpoints_of_layers_exchange_nothing_twice(rank: int, size: int, name
         for number, layer in enumerate(model.model.layers):
             layer.self_attn.register_forward_pre_hook(partial(_count, calls, number))
         stages = split_model(model, program, mesh)
-        tokens, labels = tiny.batch(8, seed=rank)
         with patch.object(PeerExchange, "rows", autospec=True, side_effect=PeerExchange.rows) as travelled:
-            tiny.engine(stages, program, mesh, verify=False).step(tokens, target=labels)
+            tiny.engine(stages, program, mesh, verify=False).step(*tiny.batch(8, seed=rank))
         found = {label: p.grad for label, p in stages.named_parameters() if p.grad is not None}
         found["rows"] = torch.tensor(travelled.call_count)
         expected = expected or found
@@ -226,8 +225,7 @@ def test_a_mean_over_tokens_and_stages_as_a_module() -> None:
     program = build_schedule("combined_1f1b", microbatches=3)
     stages = split_model(model, program).train()
     engine = tiny.engine(stages, program, count_tokens=stages.count_tokens)
-    result = engine.step(tokens, target=labels)
-    torch.testing.assert_close(result.loss, loss.detach())
+    torch.testing.assert_close(engine.step(tokens, target=labels).loss, loss.detach())
     assert problems_of(stages, tiny.gradients(plain), 1e-5) == []
     stages.eval()
     assert not any(module.training for module in model.modules())
@@ -264,8 +262,7 @@ def test_labels_that_are_not_next_tokens_are_refused(head: str, labels: Any) -> 
     for options in ({"loss_fn": stages.loss_fn}, {"loss_fn": _own, "count_tokens": stages.count_tokens}):
         with pytest.raises(ValueError, match=message):
             tiny.engine(stages, program, **options).step(tokens, target=target)
-    engine = tiny.engine(stages, program, loss_fn=_own)
-    assert engine.step(tokens, target=target).loss > 0
+    assert tiny.engine(stages, program, loss_fn=_own).step(tokens, target=target).loss > 0
 
 
 def _own(loss: Any, *_: Any) -> Any:

@@ -180,8 +180,7 @@ def test_a_language_model_inside() -> None:
     program = build_schedule("combined_1f1b", microbatches=4, ranks=1)
     with pytest.raises(ValueError, match=r"allowed: a causal LM that runs with tokens alone, as its language_model$"):
         split_model(_with_encoder("Llama4"), program)
-    build = partial(_with_encoder, "Llama4", alone=True)
-    assert on_one_rank(build, "combined_1f1b", 3, 0.0) == []
+    assert on_one_rank(partial(_with_encoder, "Llama4", alone=True), "combined_1f1b", 3, 0.0) == []
 
 
 class Experts(nn.Module):

@@ -157,8 +157,7 @@ FIRST = (
 )
 def test_other_names_are_refused(inputs: Any, said: str) -> None:
     program = build_schedule("1f1b", microbatches=MICROBATCHES)
-    stages = split_model(tiny.build("mixtral"), program, inputs=NAMES[:2])
-    engine = tiny.engine(stages, program)
+    engine = tiny.engine(split_model(tiny.build("mixtral"), program, inputs=NAMES[:2]), program)
     tokens, labels = tiny.batch(6)
     for call in (engine.step, engine.evaluate):
         with pytest.raises(ValueError) as caught:  # noqa: PT011

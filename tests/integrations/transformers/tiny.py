@@ -88,5 +88,4 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def difference(found: Tensor, expected: Tensor) -> float:
     """Return the relative difference in norm; the absolute one if zero is expected."""
-    norm = float(expected.norm())
-    return float((found - expected).norm()) / (norm or 1.0)
+    return float((found - expected).norm()) / (float(expected.norm()) or 1.0)

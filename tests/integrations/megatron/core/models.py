@@ -29,8 +29,7 @@ def init_parallel(*, pp: int = 1, ep: int = 1, tp: int = 1, etp: int = 1, vp: in
         virtual_pipeline_model_parallel_size=vp,
         expert_model_parallel_size=ep,
     )
-    tracker = random.get_cuda_rng_tracker()
-    tracker.reset()
+    random.get_cuda_rng_tracker().reset()
     seed_random(0)
     try:
         yield

@@ -117,8 +117,7 @@ def test_a_library_whose_buffers_microbatches_share_is_refused(rank: int, size: 
         said = r"^moe_flex_dispatcher_backend='ncclep' with dispatcher='own'; allowed: deepep, hybridep$"
         with pytest.raises(ValueError, match=said):
             one_step(function, chunk, 2)
-        own = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, dispatcher="rows")
-        one_step(own, chunk, 2)
+        one_step(get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, dispatcher="rows"), chunk, 2)
 
 
 def test_a_library_exchanges_without_a_gradient_later(kept: dict[int, Ranks]) -> None:

@@ -176,8 +176,7 @@ def bridge(get: Get, build: Callable[[], list[Any]]) -> Iterator[Any]:
     asked: Any = {"pp_size": groups.pp.size(), "vp_size": config.virtual_pipeline_model_parallel_size}
 
     def forward_step(data: Iterator[Batch], model: nn.Module) -> Any:
-        batch = {name: value for name, value in next(data).items() if name != "seed"}
-        return model(**batch), loss_func
+        return model(**{name: value for name, value in next(data).items() if name != "seed"}), loss_func
 
     def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
         return output.detach() if non_loss_data else (output.mean(), {"lm loss": output.detach().mean()})
