@@ -52,35 +52,28 @@ class Odd(nn.Module):
         return x + getattr(self, self.how.replace(" ", "_"), self.part)(x)
 
     def part(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x).tanh())
-        return y
+        return self.second(self.first(x).tanh())
 
     def checkpoint(self, x: Tensor) -> Tensor:
-        y: Tensor = plainly(self.part, x)
-        return y
+        return plainly(self.part, x)
 
     def policy(self, x: Tensor) -> Tensor:
-        y: Tensor = selective(self.part, x)
-        return y
+        return selective(self.part, x)
 
     def half_a_checkpoint(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(checkpoint(lambda x: self.first(x).tanh().sin(), x, use_reentrant=False))
-        return y
+        return self.second(checkpoint(lambda x: self.first(x).tanh().sin(), x, use_reentrant=False))
 
     def again(self, x: Tensor) -> Tensor:
-        y: Tensor = Again.apply(self.part, x, self.first.weight, self.second.weight)
-        return y
+        return Again.apply(self.part, x, self.first.weight, self.second.weight)
 
     def layer_twice(self, x: Tensor) -> Tensor:
-        y: Tensor = self.first(self.part(x))
-        return y
+        return self.first(self.part(x))
 
     def weight_twice(self, x: Tensor) -> Tensor:
         return self.part(x) + F.linear(x, self.first.weight) * self.second.weight.sum()
 
     def in_place(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x).mul_(2).add_(x))
-        return y
+        return self.second(self.first(x).mul_(2).add_(x))
 
     def hooks_of_saved(self, x: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):

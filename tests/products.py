@@ -61,8 +61,7 @@ class Unwrapped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Tensor:
-        held: Tensor = weight.held
-        return held
+        return weight.held
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

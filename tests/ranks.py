@@ -172,13 +172,11 @@ class Ranks:
 
     def _said(self, rank: int) -> str:
         """The end of what a rank wrote on standard error: why C++ ended it, and the stack that it had then."""
-        assert self._folder is not None
         path = self._folder / f"stderr{rank}"
         return path.read_text(errors="replace")[-4000:] if path.exists() else "(never started)"
 
     def _stacks(self, ranks: list[int], timeout: float) -> dict[int, str]:
         """What each of `ranks`, which are late, is doing."""
-        assert self._folder is not None
         for rank in ranks:
             pid = self._workers[rank].pid
             if pid is not None and self._workers[rank].is_alive() and (self._folder / f"stack{rank}").exists():

@@ -33,8 +33,6 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # options, and constants of the
 @pytest.mark.parametrize("name", TINY)
 def test_a_benchmark_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     spec = spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     options, constants = TINY[name]

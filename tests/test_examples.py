@@ -65,7 +65,6 @@ def test_train_own_on_one_rank_and_on_over_two_stages(tmp_path: Path) -> None:
 
 def test_the_program_of_the_training_page_on_one_rank_and_on_two(tmp_path: Path) -> None:
     program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
-    assert program is not None
     assert len(program[1].splitlines()) < 50
     assert "in range(20):" in program[1]
     (script := tmp_path / "train.py").write_text(program[1].replace("in range(20):", "in range(5):"))

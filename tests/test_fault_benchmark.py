@@ -18,8 +18,6 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "faults.py"
 @pytest.fixture(scope="module")
 def faults() -> ModuleType:
     spec = importlib.util.spec_from_file_location("faults", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
     module = sys.modules["faults"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -21,7 +21,6 @@ PINS = (ROOT / "constraints.txt").read_text()
 def loaded() -> ModuleType:
     loader = SourceFileLoader("with_torch", str(SCRIPT))
     spec = importlib.util.spec_from_loader("with_torch", loader)
-    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

@@ -62,8 +62,7 @@ class Layer(nn.Module):
         indices, weights = router(tokens, mask)
         if self.first:  # all other experts, and most ranks, receive nothing
             indices = torch.arange(self.top_k).expand_as(indices).where(indices >= 0, -1)
-        y: Tensor = experts(tokens, indices, weights)
-        return y
+        return experts(tokens, indices, weights)
 
 
 class Dense(nn.Module):

@@ -89,7 +89,6 @@ class Tiny(nn.Sequential):
         return save_checkpoint(self.engine(), folder, step, self.adamw, **({"config": CONFIG} | options)).result()
 
     def load(self, path: Path | None, config: dict[str, Any] = CONFIG) -> int:
-        assert path is not None
         return load_checkpoint(self.engine(), path, self.adamw, config=config)
 
 

@@ -99,15 +99,13 @@ def awaited(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: An
 
 def returned(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
     output = rows.new_empty((sum(receive), *rows.shape[1:]))
-    result: Tensor = dist_nn.all_to_all_single(output, rows, list(receive), list(send), group=group)
-    return result
+    return dist_nn.all_to_all_single(output, rows, list(receive), list(send), group=group)
 
 
 def by_keywords(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
     operation = torch.ops._c10d_functional_autograd.all_to_all_single
     sent = operation(input=rows, output_split_sizes=receive, input_split_sizes=send, group_name=group.group_name)
-    brought: Tensor = funcol.wait_tensor(sent)  # type: ignore[no-untyped-call]
-    return brought
+    return funcol.wait_tensor(sent)
 
 
 KEPT = "a Function whose apply has another name"

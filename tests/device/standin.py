@@ -155,8 +155,7 @@ class Rank:
 
 def here() -> Rank:
     """Return the rank whose thread this is."""
-    rank: Rank = _HERE.rank
-    return rank
+    return _HERE.rank
 
 
 class _Delivery:
@@ -298,8 +297,7 @@ class StandInGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        name: str = dist.distributed_c10d._world.pg_names[self]
-        return name
+        return dist.distributed_c10d._world.pg_names[self]
 
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND

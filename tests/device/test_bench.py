@@ -14,7 +14,6 @@ CPU = torch.device("cpu")
 
 def _replayed(rank: int, size: int) -> list[Entry]:
     group = dist.group.WORLD
-    assert group is not None
     sizes = [Sizes((1,) * size, (1,) * size, (3,), torch.float32)] * 6
     replay = Replay(CollectiveExchange(group, group), sizes, CPU, depth=2)
     begin = len(here().log)
@@ -32,7 +31,6 @@ def test_replayed_exchanges_and_compute_do_not_wait_for_each_other(rank: int, si
 def _answered(rank: int, size: int) -> tuple[list[list[int]], list[Entry]]:
     answers = AnsweringExchange(2, 0, {7: torch.tensor([[1, 2], [3, 4]])})
     transfer = answers.counts(torch.tensor([5, 6, 7, 8]), 7)
-    assert transfer.host is not None
     copies = [tensor.flatten().tolist() for tensor in transfer.host.read()]
     assert answers.counts(torch.tensor([5, 6, 7, 8]), 7, None, False).host is None
     return copies, [entry for entry in here().log if entry.kind == "block"]

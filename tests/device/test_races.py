@@ -153,7 +153,6 @@ class _Unwaited:
 
 
 def _unwaited(transfer: Transfer[Any]) -> Transfer[Any]:
-    assert transfer.mark is not None
     return replace(transfer, mark=_Unwaited(transfer.mark, transfer.mark.ended))
 
 

@@ -101,7 +101,6 @@ def _compared(
 ) -> list[str]:
     mesh = init_device_mesh("cpu", (pp, dp, ep), mesh_dim_names=("pp", "dp", "ep"))
     at = mesh.get_coordinate()
-    assert at is not None
     shards = [models.batch(program.microbatches, seed=seed, sequence=7) for seed in range(dp * ep)]
     losses, expected = of_one_process(shards, program.microbatches, pp)
     inputs, target = shards[at[1] * ep + at[2]]

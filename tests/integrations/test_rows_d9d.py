@@ -110,7 +110,6 @@ def test_moe_layers(rank: int, size: int) -> None:
     assert result.overlap.hidden_fraction > 0
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None, name
-        assert theirs.grad is not None
         whole = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
         apart = float((whole - theirs.grad).abs().max() / theirs.grad.abs().max())
         assert apart < 1e-6, (name, apart)

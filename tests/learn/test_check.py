@@ -176,8 +176,7 @@ class Noisy(models.Block):
     draw: Callable[[], float]
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x * (1 + self.draw()))
-        return y
+        return super().forward(x * (1 + self.draw()))
 
 
 @pytest.mark.parametrize("noise", ["of atomics", "of Python"])

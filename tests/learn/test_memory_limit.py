@@ -61,7 +61,6 @@ def measured() -> tuple[NodeCosts, int]:
     """Costs in which exchanges are as long as compute, with counted bytes; and the peak of a plain loop."""
     data = tokens()
     engine = settled(make(transformer(), PROGRAM, memory="1TB", tries=0, verify=False), data)
-    assert engine.costs is not None
     plain = build_schedule("sequential", microbatches=M)
     count, _ = counted(make(transformer(), plain, costs=COSTS, overlap="serial"), data)
     return replace(COSTS, bytes=engine.costs.bytes), count.peak
@@ -74,7 +73,6 @@ def test_peaks_are_predicted_over_ranks_with_uneven_rows(rank: int, size: int) -
     group = mesh.get_group("ep")
     engine = make(transformer(group), PROGRAM, mesh=mesh, memory="1TB", tries=0)
     held = max(counted(engine, data)[0].peak for _ in range(3))
-    assert engine.costs is not None
     costs, found = replace(COSTS, bytes=engine.costs.bytes), []
     for name, extra in (("sequential", None), ("combined_1f1b", 1), ("afab", None)):
         program = build_schedule(name, microbatches=M, extra_warmup=extra)

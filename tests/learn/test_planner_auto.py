@@ -26,7 +26,6 @@ def _compare(rank: int, size: int, name: str, ep: int, options: dict[str, Any]) 
     program = auto(3, PLACEMENTS[name], peak_activations=2, seconds=0.05)
     mesh = init_device_mesh("cpu", (2, 1, ep), mesh_dim_names=("pp", "dp", "ep"))
     at = mesh.get_coordinate()
-    assert at is not None
     shards = [models.batch(program.microbatches, seed=seed, sequence=7) for seed in range(ep)]
     losses, expected = of_one_process(shards, program.microbatches, 2)
     inputs, target = shards[at[2]]

@@ -489,8 +489,7 @@ class ChangesItsInput(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x.add_(1)
-        y: Tensor = self.linear(x) + x
-        return y
+        return self.linear(x) + x
 
 
 @pytest.mark.parametrize("overlap", ["serial", "pairs", 3])

@@ -65,8 +65,7 @@ class Around(models.Block):
     kind = "none"
 
     def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        y: Tensor = KINDS[self.kind](experts, tokens, indices, weights)
-        return y
+        return KINDS[self.kind](experts, tokens, indices, weights)
 
 
 class Whole(models.Block):
@@ -75,8 +74,7 @@ class Whole(models.Block):
     kind = "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = KINDS[self.kind](super().forward, x)
-        return y
+        return KINDS[self.kind](super().forward, x)
 
 
 class Own(nn.Module):
@@ -91,8 +89,7 @@ class Own(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + KINDS[self.kind](self.part, x)
-        return y
+        return x + KINDS[self.kind](self.part, x)
 
     def exchanged(self, rows: Tensor) -> Tensor:
         if not self.functional:
@@ -173,8 +170,7 @@ class Changing(models.Block):
             rows: Tensor = experts(tokens, indices, weights)
             return rows.sin()
 
-        y: Tensor = plainly(part, tokens)
-        return y
+        return plainly(part, tokens)
 
 
 @pytest.mark.parametrize("differs", [False, True])

@@ -37,15 +37,13 @@ class Attention(nn.Module):
         heads = [part.unflatten(-1, (-1, H // HEADS)) for part in (self.q(x), self.k(x), self.v(x))]
         if self.context is not None and self.ring:
             y = RingAttention.apply(*(part.transpose(1, 2) for part in heads), self.context)
-            ringed: Tensor = self.o(y.transpose(1, 2).flatten(-2))
-            return ringed
+            return self.o(y.transpose(1, 2).flatten(-2))
         if self.context is not None:  # whole sequences of some heads, from a part of each sequence of all heads
             heads = [self._exchanged(part, self.context, 2, 1) for part in heads]
         y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in heads), is_causal=True).transpose(1, 2)
         if self.context is not None:
             y = self._exchanged(y, self.context, 1, 2)
-        found: Tensor = self.o(y.flatten(-2))
-        return found
+        return self.o(y.flatten(-2))
 
     @staticmethod
     def _exchanged(x: Tensor, group: dist.ProcessGroup, along: int, joined: int) -> Tensor:
@@ -152,8 +150,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         at = torch.arange(self.first, self.first + tokens.shape[1])
-        found: Tensor = self.tokens(tokens) + self.positions(at)
-        return found
+        return self.tokens(tokens) + self.positions(at)
 
 
 def build(

@@ -56,7 +56,6 @@ def parts(inputs: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
 def test_tokens_norm_and_scale(rank: int, size: int, shape: tuple[int, int, int], name: str) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "ep"))
     at = mesh.get_coordinate()
-    assert at is not None
     program = build_schedule(name, ranks=shape[0], microbatches=4)
     data = [ragged(4, seed) for seed in range(shape[1] * shape[2])]
     total = sum(tokens(target) for _, target in data)

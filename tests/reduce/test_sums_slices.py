@@ -86,8 +86,6 @@ def test_gradients_norms_and_checkpoints(rank: int, size: int, ranks: int, kind:
             engine.step(rows[rank, 0], target=rows[rank, 1])
             loss_fn(plain(rows[:, 0].flatten(0, 1)), rows[:, 1].flatten(0, 1)).backward()
             for (name, own), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert own.grad is not None
-                assert other.grad is not None
                 found, wanted = own.grad.to_local() if isinstance(own.grad, DTensor) else own.grad, other.grad
                 if name.endswith("experts"):
                     wanted = wanted.chunk(2)[mesh.get_local_rank("ep")]

@@ -28,7 +28,6 @@ def build(held: list[int], stages: int, name: str = "weight", *, copy: bool = Tr
     """Stages of a model whose head is tied to its embedding, each with a copy of the weight unless both are held."""
     blocks = list(models.build(tied=True))
     embedding, head = blocks[0], blocks[-1]
-    assert isinstance(embedding, nn.Embedding)
     if copy or not {0, stages - 1} <= set(held):
         head.weight = nn.Parameter(embedding.weight.detach().clone())
     cut = [blocks[:2], blocks[2:]] if stages == 2 else [blocks[:1], blocks[1:3], blocks[3:4], blocks[4:]]

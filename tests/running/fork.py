@@ -41,7 +41,6 @@ class Fork:
         names = [file.name for file in self._files]
         self._process = fork_server().Process(target=_begin, args=(args, dict(environ), names, script), daemon=True)
         self._process.start()
-        assert self._process.pid is not None
         self.pid = self._process.pid
 
     @property

@@ -93,7 +93,6 @@ def transfer_s(wire: Wire, senders: Sequence[int], receiver: int, size: int) -> 
     try:
         server = subprocess.Popen([*wire.prefix(receiver), *receive], stdout=subprocess.PIPE, text=True)
         programs.append(server)
-        assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
         for sender in senders:
             send = [*wire.prefix(sender), sys.executable, "-c", SEND, address, total]
@@ -202,7 +201,6 @@ def test_removed_after_an_exception_with_what_runs_there() -> None:
         with wire:
             command = [*wire.prefix(1), sys.executable, "-c", "print('runs', flush=True); import time; time.sleep(60)"]
             processes.append(process := subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            assert process.stdout is not None
             assert process.stdout.readline() == "runs\n"
             assert len(namespaces()) == 4
             raise KeyError
@@ -250,7 +248,6 @@ def parent(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
             command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         processes.append(process)
-        assert process.stdout is not None
         for _ in range(4 if what == "ranks" else 1):
             assert process.stdout.readline() == "made\n"
         assert len(namespaces(process.pid)) == 4

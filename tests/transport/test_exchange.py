@@ -34,7 +34,6 @@ def part(source: int, to: int, rows: int, tag: int) -> torch.Tensor:
 
 def build(kind: str) -> Exchange:
     group = dist.group.WORLD
-    assert group is not None
     if kind == "collective":
         return CollectiveExchange(group, dist.new_group())
     return build_exchange(group) if kind == "shared" else own_exchange(group)

@@ -167,8 +167,6 @@ class Scripts:
     def ends(self, store: Path, script: str, how: str, *, alone: bool = False) -> list[tuple[str, int]]:
         """alone: rank 1 never ends by itself, and is killed when rank 0 has ended."""
         job = {"store": str(store), "script": textwrap.dedent(script), "how": how, "alone": alone}
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         assert select.select([self.process.stdout], [], [], 100)[0], "a rank does not end"

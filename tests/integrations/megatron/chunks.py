@@ -36,7 +36,6 @@ class Part(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.input_tensor if self.embedding is None else self.embedding(tokens)
-        assert x is not None
         x = x * self.scale
         for layer in self.layers:
             x = layer(x)

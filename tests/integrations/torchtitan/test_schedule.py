@@ -92,6 +92,5 @@ def test_steps(kind: type[nn.Module], recompute: str) -> None:
 def test_outputs() -> None:
     model, batch = Decoder(), given()
     outputs = schedule_of(model, plain_loss).step(**batch, return_outputs=True)
-    assert outputs is not None
     assert outputs.shape == (1 + 2 + 3, 4, VOCABULARY)
     assert torch.equal(outputs[1:3], model(*batch["arg_mbs"][1], **batch["kwarg_mbs"][1]))

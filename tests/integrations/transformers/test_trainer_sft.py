@@ -126,7 +126,6 @@ def run(kept: dict[int, Ranks], spec: Spec, shards: int = 1) -> list[list[dict[s
 
 def compare(kept: dict[int, Ranks], spec: Spec, *, even: bool = False) -> None:
     """Compare logs and weights; one process has the microbatches of all ranks if rows are ``even``."""
-    assert spec.layout is not None
     folder, own = spec.folder / "plain", {**spec.arguments, "gradient_checkpointing": False}
     if even:
         expected = loops.plain(spec, spec.layout.ep, arguments=own).state.log_history

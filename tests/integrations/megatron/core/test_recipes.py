@@ -43,8 +43,7 @@ def _varied(count: int, seed: int) -> list[Batch]:
 
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
-    logits: Tensor = model(**{name: value for name, value in batch.items() if name not in ("labels", "seed")})
-    return logits
+    return model(**{name: value for name, value in batch.items() if name not in ("labels", "seed")})
 
 
 def _log_probs(logits: Tensor, batch: Batch) -> Tensor:
