@@ -14,7 +14,7 @@ import overlap1f1b as o1
 from overlap1f1b.integrations.megatron.config import REFUSED
 from overlap1f1b.integrations.transformers.arguments import REFUSED as OF_TRAINER
 from overlap1f1b.moe import Experts
-from tests.ranks import Ranks
+from tests.ranks import over
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -105,8 +105,9 @@ def test_the_experts_of_the_training_page_run() -> None:
     assert torch.allclose(found, tokens @ experts.weight[2].T)
 
 
-def _play_the_page(rank: int, size: int) -> tuple[list[str], list[bool]]:
-    """The nodes that the page's engine plays, and for both replacements whether gradients are a plain loop's."""
+@over(2)
+def test_the_page_of_a_new_dispatcher_runs(rank: int, size: int) -> None:
+    """Its engine plays the nodes of an exchange, and for both replacements gradients are a plain loop's."""
     page: dict[str, Any] = {}
     for program in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "new-dispatcher.md").read_text(), re.DOTALL):
         exec(program, page)
@@ -130,13 +131,9 @@ def _play_the_page(rank: int, size: int) -> tuple[list[str], list[bool]]:
     for _ in page["results"]:
         plain.step(x, target=target)
     want = gradients()
-    return page["ops"], [all(map(page["torch"].equal, one, want)) for one in found]
-
-
-def test_the_page_of_a_new_dispatcher_runs(ranks2: Ranks) -> None:
-    for ops, equal in ranks2.run(_play_the_page):
-        assert [ops.count(op) for op in ("dispatch.f", "combine.f", "combine.b", "dispatch.b")] == [2] * 4
-        assert equal == [True, True]
+    counts = [page["ops"].count(op) for op in ("dispatch.f", "combine.f", "combine.b", "dispatch.b")]
+    assert counts == [2] * 4, counts
+    assert [all(map(page["torch"].equal, one, want)) for one in found] == [True, True]
 
 
 def test_the_lines_of_a_report_that_a_page_explains_are_those_of_the_program() -> None:

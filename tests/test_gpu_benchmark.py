@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.ranks import over
 from tests.running.fork import Fork
 
 ROOT = Path(__file__).parents[1]
@@ -145,16 +145,12 @@ compiles.cases = slowly
     assert "## kernels\n\nNot measured: no time left." in text
 
 
-def _over_gloo(rank: int, size: int) -> list[dict[str, Any]]:
+@over(2)
+def test_the_section_for_several_gpus_runs_over_gloo(rank: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         nccl = import_module("gpu_bench.nccl")
-        return nccl.measured(torch.device("cpu"), (1 << 16, 1 << 17), 2, product=8)
-
-
-def test_the_section_for_several_gpus_runs_over_gloo(ranks2: Ranks) -> None:
-    for rows in ranks2.run(_over_gloo):
-        assert [(row["bytes"], row["uneven"]) for row in rows] == [
-            (1 << 15, False), (1 << 15, True), (1 << 16, False), (1 << 16, True),
-        ]  # fmt: skip
-        assert all(row["exchange_ms"] > 0 and 0 <= row["hidden"] <= 1 for row in rows)
+        rows = nccl.measured(torch.device("cpu"), (1 << 16, 1 << 17), 2, product=8)
+    sizes = [(row["bytes"], row["uneven"]) for row in rows]
+    assert sizes == [(1 << 15, False), (1 << 15, True), (1 << 16, False), (1 << 16, True)], sizes
+    assert all(row["exchange_ms"] > 0 and 0 <= row["hidden"] <= 1 for row in rows), rows

@@ -9,6 +9,7 @@ from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from tests.blocks import HOWS
 from tests.campaign.places import PLACES
+from tests.engines import CALLS
 
 Kind = Literal["engine", "combined", "dualpipe", "pipelining", "hidden"]
 """The engine, combined_forward_backward_step by hand, the drop-ins for DualPipe and torch.distributed.pipelining, and
@@ -20,8 +21,6 @@ RANKS: dict[Kind, tuple[int, ...]] = {
     "hidden": (2,),
 }  # fmt: skip
 """Numbers of ranks that are drawn."""
-CALLS = ("step", "evaluate", "mean_loss", "clip_gradients", "save_checkpoint", "load_checkpoint", "close")
-"""Calls of an engine that all ranks must make."""
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3, 4, 5)
 TORCH_SCHEDULES = {  # by name: whether stages lie in a V, and fewest microbatches a pipeline rank
     "ScheduleDualPipeV": (True, 2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from tests.campaign import plain
 from tests.campaign.build import batch, build, count_tokens, joined, loss_fn
 from tests.campaign.compare import Values, apart, limit_of, paused, unequal, values_of
 from tests.campaign.draw import Case, Layout
+from tests.engines import calls_of, said_of
 from tests.reduce import test_fsdp
 from tests.reduce.test_ties import Stage
 
@@ -43,25 +44,16 @@ def play(rank: int, size: int, case: Case) -> list[str]:
 def differ(rank: int, case: Case) -> list[str]:
     """One rank makes another call than all others behind a step: all of them must hear of both, at once."""
     training = Training(case, case.layout(0))
-    engine, optimizer = training.engine, training.optimizer
-    inputs, target = training.batch(0)
+    engine, (inputs, target) = training.engine, training.batch(0)
     with plain.autocast(case):
         result = engine.step(inputs, target=target)
     with folder_of_all() as folder:
-        calls: dict[str, Callable[[], object]] = {
-            "step": lambda: engine.step(inputs, target=target),
-            "evaluate": lambda: engine.evaluate(inputs, target=target),
-            "mean_loss": lambda: engine.mean_loss(result),
-            "clip_gradients": lambda: engine.clip_gradients(1.0),
-            "save_checkpoint": lambda: save_checkpoint(engine, folder, 1, optimizer),
-            "load_checkpoint": lambda: load_checkpoint(engine, folder, optimizer),
-            "close": engine.close,
-        }
+        calls = calls_of(engine, result, (inputs, target), folder, training.optimizer)
         try:
             with plain.autocast(case):
                 calls[case.calls[0 if rank == case.alone else 1]]()
         except RuntimeError as error:
-            said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            said = said_of(error)
             wanted = [f"{call} on rank " for call in case.calls]
             return [] if all(one in said for one in wanted) else [f"calls {case.calls} are not named in: {said}"]
     return [f"calls {case.calls} differ without an error"]

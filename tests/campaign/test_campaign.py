@@ -8,8 +8,9 @@ import torch
 
 from overlap1f1b.engine import Engine, StepResult
 from tests.campaign.__main__ import main
-from tests.campaign.draw import CALLS, KINDS, RANKS, Case, draw
+from tests.campaign.draw import KINDS, RANKS, Case, draw
 from tests.campaign.play import play
+from tests.engines import CALLS
 
 
 def test_a_seed_is_one_case() -> None:

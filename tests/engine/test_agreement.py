@@ -1,8 +1,8 @@
 """Ranks that differ in what has to be equal are told so, with both values, before anything wrong is trained."""
 
 import itertools
-import re
 import warnings
+from contextlib import nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.engines import make, said_of
-from tests.ranks import Ranks, over
+from tests.ranks import over
 from tests.tiers import first, wide
 
 LIMIT = 20.0
@@ -35,8 +35,12 @@ def one_choice(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor
     return indices, weights
 
 
-def _differing(rank: int, size: int, what: str, culprit: int) -> str:
-    """What a rank says where one of four has another option, program, model or call."""
+@pytest.mark.parametrize(
+    ("what", "culprit"), first(zip([*OPTIONS, *OTHERS], itertools.cycle([0, 3]), strict=False), ("recompute", 0))
+)
+@over(4, timeout=3 * LIMIT)
+def test_every_rank_says_which_rank_has_which_value(rank: int, size: int, what: str, culprit: int) -> None:
+    """One of four has another option, program, model or call."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     own = what if rank == culprit else ""
     given = {own: OPTIONS[own]} if own in OPTIONS else {}
@@ -52,7 +56,9 @@ def _differing(rank: int, size: int, what: str, culprit: int) -> str:
         make(model, program, mesh=mesh, timeout=LIMIT, **given).step(
             inputs, target=target, loss_scale=2.0 if own == "loss_scale" else 1.0
         )
-    return said_of(caught.value)
+    said = said_of(caught.value)
+    assert f"rank pp {culprit // 2}, ep {culprit % 2}" in said, said
+    assert "; allowed: the same on all ranks" in said, said
 
 
 @over(2)
@@ -69,28 +75,28 @@ def test_a_scale_that_differs_in_a_later_step_is_told(rank: int, size: int) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, *wide(4)])
-def test_other_rows_on_ranks_of_one_pipeline_are_told_once(kept: dict[int, Ranks], ranks: int) -> None:
-    for same, alone, other, inputs in kept[ranks].run(_rows, timeout=6 * LIMIT):
-        assert same == alone == []
-        assert ["inputs and target:" in line for line in other] == [True]
-        assert ["different inputs:" in line for line in inputs] == [True]
-
-
-def _rows(rank: int, size: int) -> list[list[str]]:
+@over(lambda ranks: ranks, timeout=6 * LIMIT)
+def test_other_rows_on_ranks_of_one_pipeline_are_told_once(rank: int, size: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     pp, ep = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
-    program, said = build_schedule("combined_1f1b", ranks=2, microbatches=2), []
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=2)
     (inputs, target), (others, labels) = models.batch(2, seed=ep), models.batch(2, seed=rank + 2)
     alone = (None, target) if pp else (inputs, None)
-    for x, y in ((inputs, target), alone, (others, labels), (others, target)):
+    for (x, y), told_once in (
+        ((inputs, target), []),
+        (alone, []),
+        ((others, labels), ["inputs and target:"]),
+        ((others, target), ["different inputs:"]),
+    ):
         model = models.build(mesh.get_group("ep"), layers=1)
         engine = make(model, program, mesh=mesh, costs=NodeCosts(), timeout=LIMIT)
         with warnings.catch_warnings(record=True) as told, engine:
             warnings.simplefilter("always")
             engine.step(x, target=y)
             engine.step(x, target=y)
-        said.append([str(one.message) for one in told if "of one pipeline" in str(one.message)])
-    return said
+        said = [str(one.message) for one in told if "of one pipeline" in str(one.message)]
+        assert len(said) == len(told_once), said
+        assert all(part in line for part, line in zip(told_once, said, strict=True)), said
 
 
 @over(2)
@@ -152,16 +158,6 @@ def test_long_values_are_told_from_where_they_differ(rank: int, size: int) -> No
         mesh.agree({"name": "x" * 500 + str(rank + 1) + "x" * 500})
 
 
-@pytest.mark.parametrize(
-    ("what", "culprit"), first(zip([*OPTIONS, *OTHERS], itertools.cycle([0, 3]), strict=False), ("recompute", 0))
-)
-def test_every_rank_says_which_rank_has_which_value(ranks4: Ranks, what: str, culprit: int) -> None:
-    name = f"rank pp {culprit // 2}, ep {culprit % 2}"
-    for said in ranks4.run(_differing, what, culprit, timeout=3 * LIMIT):
-        assert name in said, said
-        assert "; allowed: the same on all ranks" in said, said
-
-
 class Numbered(nn.Module):
     """Layers of which a rank has some, by their names."""
 
@@ -199,7 +195,10 @@ NAMES = {
 """Layers of each rank, and what is said of them."""
 
 
-def _named(rank: int, size: int, case: str) -> str:
+@pytest.mark.parametrize("case", first(NAMES, "numbers"))
+@over(2)
+def test_names_of_parameters(rank: int, size: int, case: str) -> None:
+    """Gradients are summed by their places: of two experts in silence, if each rank has numbered its own."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
     experts = Numbered(NAMES[case][0][rank], case == "a sign")
@@ -208,19 +207,8 @@ def _named(rank: int, size: int, case: str) -> str:
         experts.experts["0"] = Wrapped(experts.experts["0"])
     model, program = nn.Sequential(nn.Linear(models.H, models.H), experts), build_schedule("sequential", microbatches=2)
     engine = make(model, program, mesh=mesh, loss_fn=nn.functional.mse_loss)
-    try:
+    with pytest.raises(ValueError, match=NAMES[case][1]) if NAMES[case][1] else nullcontext():
         engine.step(torch.randn(4, models.H), target=torch.randn(4, models.H))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("case", first(NAMES, "numbers"))
-def test_names_of_parameters(ranks2: Ranks, case: str) -> None:
-    """Gradients are summed by their places: of two experts in silence, if each rank has numbered its own."""
-    for said in ranks2.run(_named, case):
-        assert re.search(NAMES[case][1], said), said
-        assert bool(said) == bool(NAMES[case][1]), said
 
 
 def test_facts_of_equal_models_are_equal_and_change_with_any_bit() -> None:

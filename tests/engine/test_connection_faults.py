@@ -15,7 +15,7 @@ from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.failures import LostRankError
 from tests import models
 from tests.engines import make
-from tests.ranks import RankError, Ranks, run
+from tests.ranks import RankError, over, run
 from tests.tiers import wide
 
 LIMIT = 6.0
@@ -94,43 +94,38 @@ def struck(folder: Path) -> float:
     return float((folder / "struck").read_text())
 
 
-def _step_once(rank: int, size: int, told: Path) -> str:
+@over(2)
+def test_a_rank_that_never_steps_is_named(rank: int, size: int, tmp_path: Path) -> None:
     """Rank 1 goes to its checkpoint, its evaluation or its bed, until rank 0, which steps again, has given up."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     program = build_schedule("combined_1f1b", ranks=1, microbatches=2)
     engine = make(models.build(mesh.get_group("ep"), layers=1), program, mesh=mesh, overlap=3, timeout=3.0)
-    inputs, target = models.batch(2, seed=rank)
+    (inputs, target), told = models.batch(2, seed=rank), tmp_path / "told"
     engine.step(inputs, target=target)
     if rank:
         while not told.exists():
             time.sleep(0.05)
-        return ""
-    with pytest.raises(LostRankError) as caught:
+        return
+    said = "^no word, within 2 s, from rank ep 1: killed, stopped, ended or busy, or not there yet"
+    with pytest.raises(LostRankError, match=said):
         engine.step(inputs, target=target)
     told.touch()
-    return str(caught.value)
 
 
-def test_a_rank_that_never_steps_is_named(ranks2: Ranks, tmp_path: Path) -> None:
-    message, _ = ranks2.run(_step_once, tmp_path / "told")
-    assert message.startswith("no word, within 2 s, from rank ep 1: killed, stopped, ended or busy, or not there yet")
-
-
-def _while_measured(rank: int, size: int, folder: str) -> float:
+@over(4)
+def test_a_rank_that_fails_while_nodes_are_measured_ends_the_others_at_once(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     """Rank 1 fails while nodes are measured: the other two ranks with data of their own wait in a sum for it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     blocks: list[nn.Module] = list(models.build(mesh.get_group("ep"), layers=4))
     if rank == 1:
-        blocks[3] = Saboteur(blocks[3], "raise", 1, "backward", folder)
+        blocks[3] = Saboteur(blocks[3], "raise", 1, "backward", str(tmp_path))
     engine = make(blocks, build_schedule("combined_1f1b", microbatches=2), mesh=mesh, timeout=30)
     begun = time.monotonic()
     with pytest.raises((ArithmeticError, RuntimeError)):
         engine.step(*models.batch(2, seed=rank))
-    return time.monotonic() - begun
-
-
-def test_a_rank_that_fails_while_nodes_are_measured_ends_the_others_at_once(ranks4: Ranks, tmp_path: Path) -> None:
-    assert max(ranks4.run(_while_measured, str(tmp_path))) < 15
+    assert time.monotonic() - begun < 15
 
 
 PHASES = {"warm-up": (0, "forward"), "steady": (3, "forward"), "cool-down": (M - 1, "backward"), "sum": (0, "reduce")}

@@ -16,7 +16,7 @@ from overlap1f1b.transport.groups import Groups
 from tests import models
 from tests.engines import COSTS, make, said_of
 from tests.play.test_step_memory import _held
-from tests.ranks import Ranks, over
+from tests.ranks import over
 from tests.tiers import wide
 
 
@@ -35,12 +35,9 @@ def mean(engine: Engine, inputs: torch.Tensor, target: torch.Tensor, number: int
 
 
 @pytest.mark.parametrize(("ranks", "steps", "most"), [(2, 16, 4), *wide((4, 100, 9))])
-def test_any_number_is_played_by_one_engine(kept: dict[int, Ranks], ranks: int, steps: int, most: int) -> None:
+@over(lambda ranks, *_: ranks, timeout=280)
+def test_any_number_is_played_by_one_engine(rank: int, size: int, ranks: int, steps: int, most: int) -> None:
     """Numbers at random; after the measured steps none is serial, nothing is made, and nothing grows."""
-    kept[ranks].run(_any_number, steps, most, timeout=280)
-
-
-def _any_number(rank: int, size: int, steps: int, most: int) -> None:
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     expected = {number: fresh(mesh, number) for number in range(1, most + 1)}
     model = models.build(mesh.get_group("ep"))

@@ -24,7 +24,7 @@ from tests.engine.test_engine import Delayed
 from tests.engines import COSTS, make
 from tests.observing import Around, Last
 from tests.plan.tries import all_tries
-from tests.ranks import Ranks, over
+from tests.ranks import over
 from tests.tiers import wide
 
 
@@ -116,28 +116,23 @@ def test_calls_of_several_blocks_leave_what_their_nodes_leave(
     assert _left_by_both_ways(schedule, overlap, tied=tied, dropout=dropout)
 
 
-def _over_a_pipeline(rank: int, size: int, schedule: str, chunks: int) -> None:
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb_h1", 1), *wide(("interleaved_1f1b", 2), ("zb_v", 1))])
+@over(2)
+def test_calls_of_several_blocks_over_a_pipeline(rank: int, size: int, schedule: str, chunks: int) -> None:
+    """Weight gradients that fill a bubble are computed apart."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     _left_by_both_ways(schedule, 2, mesh, dropout=0.1, **({"chunks": chunks} if chunks > 1 else {}))
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("zb_h1", 1), *wide(("interleaved_1f1b", 2), ("zb_v", 1))])
-def test_calls_of_several_blocks_over_a_pipeline(ranks2: Ranks, schedule: str, chunks: int) -> None:
-    """Weight gradients that fill a bubble are computed apart."""
-    ranks2.run(_over_a_pipeline, schedule, chunks)
-
-
-def _over_experts(rank: int, size: int) -> None:
+@over(2)
+def test_calls_of_several_blocks_between_blocks_that_exchange(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     assert _left_by_both_ways("combined_1f1b", 3, mesh, dropout=0.1)
 
 
-def test_calls_of_several_blocks_between_blocks_that_exchange(ranks2: Ranks) -> None:
-    ranks2.run(_over_experts)
-
-
-def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:
-    """When each counts had arrived, and when the ranks met next, while nodes are measured."""
+@over(2)
+def test_the_time_of_counts_has_no_meeting_of_the_ranks(rank: int, size: int) -> None:
+    """Counts had arrived before the ranks met next, while nodes are measured."""
     program = build_schedule("sequential", microbatches=2)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     played = make(models.build(mesh.get_group("ep")), program, mesh=mesh, parts=3)
@@ -153,13 +148,9 @@ def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:
     exchanges = [node for node in played.plan.ranks[0] if node.op in (Op.COUNTS, Op.DISPATCH, Op.COMBINE)]
     assert len(exchanges) == len(meetings)
     following = zip(exchanges, meetings[1:], strict=False)
-    return [(ends[node], begun) for node, begun in following if node.op is Op.COUNTS]
-
-
-def test_the_time_of_counts_has_no_meeting_of_the_ranks(ranks2: Ranks) -> None:
-    for found in ranks2.run(_counts_and_meetings):
-        assert len(found) == 2 * 2 * 3
-        assert all(arrived < met for arrived, met in found)
+    found = [(ends[node], begun) for node, begun in following if node.op is Op.COUNTS]
+    assert len(found) == 2 * 2 * 3, found
+    assert all(arrived < met for arrived, met in found), found
 
 
 def test_a_backward_runs_outside_the_autocast_of_its_step() -> None:
