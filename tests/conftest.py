@@ -19,6 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FEW: dict[str, tuple[float, ...]] = {
     "checkpoint": (),
+    "cli/plan": (),
     "cut": (),
     "engine": (),
     "integrations": (),
@@ -43,8 +44,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _few_tries(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plans have few tries in some folders, unless a test asks for all of them."""
-    folder = request.path.relative_to(Path(__file__).parent).parts[0]
-    with few_tries(*FEW[folder]) if folder in FEW else nullcontext():
+    path = request.path.relative_to(Path(__file__).parent).as_posix()
+    patiences = next((few for folder, few in FEW.items() if path.startswith(f"{folder}/")), None)
+    with nullcontext() if patiences is None else few_tries(*patiences):
         yield
 
 

@@ -88,6 +88,7 @@ def test_peaks_are_predicted_over_ranks_with_uneven_rows(rank: int, size: int) -
     assert not problems, problems
 
 
+@patch("overlap1f1b.plan.budget.NODES", 0)
 def test_the_plan_keeps_within_every_limit() -> None:
     """It has the gradients of a plan without a limit, and holds more where that is faster."""
     (costs, plain), data = measured(), tokens()
@@ -170,6 +171,7 @@ def test_a_rank_with_less_memory_decides(ranks2: Ranks) -> None:
     assert all(fits for _, fits in one)
 
 
+@patch("overlap1f1b.plan.budget.NODES", 0)
 def test_blocks_recompute_where_a_limit_needs_it() -> None:
     """Without recomputation nothing keeps within the limit; gradients stay as they are."""
     data, peaks = tokens(), dict[str, int]()
@@ -197,6 +199,7 @@ def test_blocks_recompute_where_a_limit_needs_it() -> None:
         EngineOptions(recompute="auto")
 
 
+@patch("overlap1f1b.plan.budget.NODES", 0)
 def test_no_uniform_choice_within_a_limit_is_faster() -> None:
     """Of up to three open actions, forwards to warm up, and one recomputation for all blocks; bytes are counted."""
     program = build_schedule("combined_1f1b", microbatches=M, extra_warmup=1)
@@ -208,14 +211,13 @@ def test_no_uniform_choice_within_a_limit_is_faster() -> None:
     assert len(found) == 4
     costs, shapes = found["none", 1]
     (plain,) = fastest(build_schedule("sequential", microbatches=M), shapes, costs, "serial")[0].peak_bytes
-    with patch("overlap1f1b.plan.budget.NODES", 0):
-        for factor in (0.8, 1.4):
-            room = factor * plain
-            grid = [
-                plan.predicted
-                for (costs, shapes), other in product(found.values(), lighter(program))
-                for plan in fastest(other, shapes, costs, 3, counts_block=True, rooms=[(1 - SPARE) * room])
-            ]
-            plan = replace(engine.tuner.planner, rooms=(room,)).chosen(program, found).plans[0]
-            assert plan.peak_bytes[0] <= room
-            assert plan.predicted <= min(grid, default=1e9) / (1 - LEAST_WARMUP_GAIN), factor
+    for factor in (0.8, 1.4):
+        room = factor * plain
+        grid = [
+            plan.predicted
+            for (costs, shapes), other in product(found.values(), lighter(program))
+            for plan in fastest(other, shapes, costs, 3, counts_block=True, rooms=[(1 - SPARE) * room])
+        ]
+        plan = replace(engine.tuner.planner, rooms=(room,)).chosen(program, found).plans[0]
+        assert plan.peak_bytes[0] <= room
+        assert plan.predicted <= min(grid, default=1e9) / (1 - LEAST_WARMUP_GAIN), factor

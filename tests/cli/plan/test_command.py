@@ -16,7 +16,6 @@ from overlap1f1b.schedule import SCHEDULES, Pair, Program, build_schedule
 from overlap1f1b.simulation import Costs, simulate
 from tests.cli.inside import plan
 from tests.cli.lasting import lasting
-from tests.plan.tries import few_tries
 from tests.running.fork import ROOT
 from tests.tiers import first, wide
 
@@ -162,9 +161,8 @@ def test_a_comparison_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch
 
 def test_a_search_for_an_order_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     lasting(monkeypatch, "overlap1f1b.plan.search:schedule_by_priorities")
-    with few_tries():
-        sizes = ("--ranks", 2, "--microbatches", 4, "--layers", 1, "--seconds", 0.02)
-        result = plan(capsys, "--schedule", "auto", *sizes, "--json", "-")
+    sizes = ("--ranks", 2, "--microbatches", 4, "--layers", 1, "--seconds", 0.02)
+    result = plan(capsys, "--schedule", "auto", *sizes, "--json", "-")
     said = re.findall(
         r"^\d:\d\d 0 of 1 programs played, now auto, (\d+)% of the search for an order done$", result.err, re.M
     )
@@ -176,8 +174,7 @@ def test_a_search_for_an_order_says_how_far_it_is(capsys: Capture, monkeypatch: 
 
 def test_a_search_by_sub_ops_says_what_it_did_not_play(capsys: Capture) -> None:
     args = (*SUB_OPS, "--layers", 1, "--search", "--chunks", 1, "--overlap", 2, "--seconds", 0.02)
-    with few_tries():
-        asked, more, silent = (plan(capsys, *args, *top, "--json", "-") for top in (("--top", 1), ("--top", 99), ()))
+    asked, more, silent = (plan(capsys, *args, *top, "--json", "-") for top in (("--top", 1), ("--top", 99), ()))
     few, whole, unasked = (json.loads(found.out)["search"] for found in (asked, more, silent))
     assert few["rows"][0] == whole["rows"][0]
     assert len(few["rows"]) + len(few["pruned"]) == len(whole["rows"])
@@ -266,11 +263,10 @@ def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
 def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "auto.csv"
     sizes = ("--layers", 2, "--ranks", 2, "--microbatches", 4, "--seconds", 0.01, "--peak-activations", 3)
-    with few_tries():
-        found = plan.content(
-            capsys, *sizes, "--schedule", "auto", "--chunks", 2, "--csv", file, "--compare", "1f1b", "auto"
-        )
-        searched = plan.content(capsys, *sizes, "--search", "--top", 99)
+    found = plan.content(
+        capsys, *sizes, "--schedule", "auto", "--chunks", 2, "--csv", file, "--compare", "1f1b", "auto"
+    )
+    searched = plan.content(capsys, *sizes, "--search", "--top", 99)
     assert found["chunks"] == 2
     assert max(row["peak_activations"] for row in found["per_rank"]) <= 3
     assert [row["schedule"] for row in found["compare"]] == ["auto", "1f1b", "auto"]

@@ -307,7 +307,7 @@ def _profiled(rank: int, size: int, folder: str, offload: bool) -> tuple[float, 
     return engine.plan.peak_bytes[0], parameters, metrics.get("offloaded_bytes")
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [True, *wide(False)])
 def test_the_peak_of_a_step_is_the_plans(capsys: Capture, tmp_path: Path, ranks2: Ranks, offload: bool) -> None:
     """Engine, record, trace and report say one peak, and what went to host memory."""
     peaks = ranks2.run(_profiled, str(tmp_path), offload)

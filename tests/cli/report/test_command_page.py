@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from overlap1f1b.cli.main import main
 from overlap1f1b.cli.report.figures import tables_of
 from overlap1f1b.profiling import bars_of, read
 from tests.cli.inside import report
@@ -33,10 +34,11 @@ def open_page(browser: Any, file: Path) -> None:
     WebDriverWait(browser, 20).until(lambda window: window.execute_script("return typeof step !== 'undefined' && step"))
 
 
-@pytest.fixture
-def page(capsys: Capture, tmp_path: Path, browser: Any) -> dict[str, Any]:
-    """The JSON of two pipeline ranks × two that share experts, open in the browser; the last posts exchanges late."""
-    run = write_run(tmp_path / "run", simulated("combined_1f1b", 3), steps=2, experts=2)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the files and the report of two pipeline ranks × two that share experts; the last is late."""
+    folder = tmp_path_factory.mktemp("report")
+    run = write_run(folder / "run", simulated("combined_1f1b", 3), steps=2, experts=2)
     for path in run.iterdir():
         record = json.loads(path.read_text())
         flights = [span for step in record["steps"] for span in step["spans"] if span[0] == "flight"]
@@ -44,13 +46,19 @@ def page(capsys: Capture, tmp_path: Path, browser: Any) -> dict[str, Any]:
             span[2] += min(1.5e-3, span[3] - span[2])
         record["about"] = {"bytes": {"2": dict.fromkeys((span[1] for span in flights), 3_000_000)}}
         path.write_text(json.dumps(record))
-    file, figures = tmp_path / "report.html", tmp_path / "report.json"
-    assert report(capsys, run, "--html", file, "--json", figures, "--predicted").status == 0
+    file, figures = folder / "report.html", folder / "report.json"
+    assert main(["report", str(run), "--html", str(file), "--json", str(figures), "--predicted"]) == 0
     assert file.stat().st_size < 200_000
+    return folder
+
+
+@pytest.fixture
+def page(written: Path, browser: Any) -> dict[str, Any]:
+    """The JSON of the report, open in the browser."""
     browser.get_log("browser")  # of the pages before
-    open_page(browser, file)
-    content: dict[str, Any] = json.loads(figures.read_text())
-    return content | {"bars": len(bars_of(read(run).ranks, 2))}
+    open_page(browser, written / "report.html")
+    content: dict[str, Any] = json.loads((written / "report.json").read_text())
+    return content | {"bars": len(bars_of(read(written / "run").ranks, 2))}
 
 
 def without_warnings(browser: Any) -> bool:
