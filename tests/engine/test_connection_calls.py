@@ -34,7 +34,7 @@ def _calls(engine: Engine, result: StepResult, data: Any, folder: Path) -> dict[
         *wide(((2, 1, 1), 0), ((1, 2, 1), 0), ((1, 2, 2), 3), ((2, 1, 2), 0), ((2, 2, 1), 2)),
     ],
 )
-@over(lambda shape, _: math.prod(shape), timeout=90)
+@over(lambda shape, *_: math.prod(shape), timeout=90)
 def test_calls_that_differ(rank: int, size: int, shape: tuple[int, int, int], alone: int, tmp_path: Path) -> None:
     """One rank makes one call, all others another: for all pairs of calls."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "ep"))
