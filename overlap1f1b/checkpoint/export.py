@@ -62,6 +62,7 @@ def consolidate(checkpoint: str | Path, folder: str | Path, *, file_bytes: int =
 
 
 def _parts(sizes: dict[str, int], file_bytes: int) -> list[list[str]]:
+    """Divide tensors by their names into files of at most so many bytes, or of one tensor."""
     parts, size = [list[str]()], 0
     for name, bytes_ in sizes.items():
         if parts[-1] and size + bytes_ > file_bytes:

@@ -126,6 +126,7 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
     tensors |= {key: empty(index[key]) for key in keys.values()}
 
     def fill_all() -> list[str]:
+        """Read the tensors, fill model, optimizers and states; return the names whose dtypes differ."""
         read_tensors(checkpoint, {own.get(key, key): tensor for key, tensor in tensors.items()})
         for key, tensor in tensors.items():
             path, _, last = key.removeprefix("model.").rpartition(".")

@@ -177,6 +177,7 @@ def _tensors_to_write(
     parts = together.each(lambda: parts_of(engine))
 
     def collect() -> tuple[Shards, OptimizerTable, dict[str, Tensor], dict[str, Tensor]]:
+        """Return what this rank saves: shards, the optimizer's table, tensors, and the user's states."""
         shards = Shards(engine, optimizer, parts)
         if shards.optimizers and (left := shards.left_out):
             warnings.warn(

@@ -207,6 +207,7 @@ class Shards:
         stored_name, whole = self.stored_names[parameter], self._whole(parameter, name).shape
 
         def zero(like: Any, path: str) -> Any:
+            """Return zeros like a stored tensor of the optimizer, this rank's part if it is divided."""
             if not is_large(like):
                 return like
             if not self._is_shared(name, path, like.shape, whole):

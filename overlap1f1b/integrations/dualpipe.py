@@ -203,6 +203,7 @@ class StepArguments:
         return list(zip(*split, strict=True))
 
     def _labels_of(self, count: int) -> list[OptionalTensors]:
+        """Return the labels of each microbatch, None where none are given."""
         if self.criterion is None and torch.is_grad_enabled():
             raise ValueError("criterion=None on a rank where a pipe ends; allowed: a function, or torch.no_grad()")
         labels = self.labels if isinstance(self.labels, list | tuple) else [self.labels]

@@ -224,6 +224,7 @@ class Schedule:
         count, like = self._n_microbatches, self._like
 
         def feed() -> Feed:
+            """Return the feed of the call's arguments, as torch's schedule splits or takes them."""
             # 1. An entry for each microbatch.
             inputs, named, targets = arg_mbs, kwarg_mbs, target_mbs
             lists = any(entries is not None for entries in (inputs, named, targets))
@@ -251,6 +252,7 @@ class Schedule:
                 part.arguments = named
 
             def arguments_of(stage: int, index: int) -> dict[str, Any]:
+                """Return what a stage is given of a microbatch: inputs on the first, target and loss on the last."""
                 arguments: dict[str, Any] = {"inputs": inputs[index]} if stage == 0 and inputs is not None else {}
                 if stage == self._last:
                     arguments |= {

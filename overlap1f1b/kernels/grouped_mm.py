@@ -203,6 +203,7 @@ class GroupedMM(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int], eight: EightBits | None = None
     ) -> Tensor:
+        """Multiply each expert's rows by its weight, in autocast's dtype or in eight bits."""
         ctx.counts, ctx.dtype, ctx.rows_dtype, ctx.eight = counts, product_dtype(weight), rows.dtype, eight
         rows = rows.to(ctx.dtype)
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
@@ -212,6 +213,7 @@ class GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of rows and weight."""
         (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
         grad_weight = None
         if ctx.needs_input_grad[1]:

@@ -151,6 +151,7 @@ class RouteTokens(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose the experts of each token; keep scores and choices for the backward."""
         indices, weights, scores = kernels(route_tokens, logits, bias, rule, dtype)
         ctx.save_for_backward(scores, indices)
         ctx.mark_non_differentiable(indices)

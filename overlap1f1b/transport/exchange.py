@@ -255,6 +255,7 @@ class CollectiveExchange(Exchange):
     def counts(
         self, counts: Tensor, tag: int = 0, expected: Transfer[Tensor] | None = None, read: bool = True
     ) -> Transfer[Tensor]:
+        """Exchange the counts; if they are read, a stream copies them to the host behind it."""
         source = counts.view(self.ranks, -1)
         result = torch.empty_like(source)
         if not read:

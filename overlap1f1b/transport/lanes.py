@@ -192,6 +192,7 @@ class Flight(Generic[T]):
             self._fail(error)
 
     def _read_clock(self, transfer: Transfer[T]) -> None:
+        """Note when the transfer began and ended, by the stream's clock if it has one."""
         # A transfer on a stream has the stream's times, which are exact; the thread notices the end later. One behind
         # another occupies the links from the other's end on.
         mark, ahead = transfer.mark, None if transfer.ahead is None else transfer.ahead.mark
@@ -287,6 +288,7 @@ class _Crew:
         self.starting.put(None)
 
     def _leave(self) -> None:
+        """End the threads, as far as they end within the limit; else abort what they wait for."""
         # At exit of the process; `_watch` clears both when the threads have ended before.
         failures, abort = self.failures, self.abort
         self.dismiss()
@@ -303,6 +305,7 @@ class _Crew:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:  # the thread that carries out `depart`
+        """Start the transfers in the order in which they were launched."""
         while (entry := self.starting.get()) is not None:
             flight, post = entry
             flight.depart(post)

@@ -77,6 +77,7 @@ class LoopbackExchange(Exchange):
         expected: Any = None,
         ready: Mark | None = None,
     ) -> Transfer[Tensor]:
+        """Copy rows out and back over the link that is imitated; the result are the rows."""
         if not source.is_contiguous():  # compute copies it
             source, ready = source.contiguous(), None
         result = torch.empty_like(source) if ready is None else self.back.empty(source, *source.shape)
@@ -125,6 +126,7 @@ class LoopbackExchange(Exchange):
         return left, back
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
+        """Copy the counts; if they are read, to the host, too."""
         source = counts.view(1, -1)
         result = torch.empty_like(source)
         # Kernels copy the counts: the copy engines have rows of other exchanges to copy first.

@@ -105,6 +105,7 @@ class EventMark:
         devices.gpu_of(self.device).current_stream(self.device).wait_event(self.ended.event)
 
     def synchronize(self, failures: Failures | None = None) -> None:
+        """Wait on the host until the mark has passed, or another rank has failed, within the limit."""
         # The event's own synchronize has no limit. Most waits are for a few bytes and last microseconds; longer ones
         # leave the processor and Python's lock to other threads, such as those of a data loader.
         begun = time.monotonic()
@@ -134,6 +135,7 @@ class DeviceStream:
         self._stamp = devices.Stamps(device)
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> EventMark:
+        """Queue a job behind what is queued so far, or behind marks; return the mark of its end."""
         if after is None:
             self.stream.wait_stream(self.gpu.current_stream(self.device))
         else:

@@ -226,6 +226,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     disabled: Any = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call the function; where a caller is compiled, outside of its graph."""
         nonlocal disabled
         if get_eval_frame_callback() is None:  # no caller is compiled
             return function(*args, **kwargs)

@@ -278,6 +278,7 @@ class ForwardBackward:
         return build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=size)
 
     def _engine(self, models: list[nn.Module], config: Config, microbatches: int) -> ChunkEngine:
+        """Make the engine of this rank's chunks, which are checked against the stages of the program."""
         program = self._program(config, microbatches, len(models))
         pp, ep = group_of(self.groups, "pp"), group_of(self.groups, "ep")
         rank = 0 if pp is None else pp.rank()
@@ -309,6 +310,7 @@ class ForwardBackward:
         return ChunkEngine(engine, chunks, self.groups)
 
     def _checked_groups(self, pg_collection: object, p2p_communicator: object) -> object:
+        """Return the process groups of a call, whose pipeline and expert groups must be the first call's."""
         pp = group_of(self.groups, "pp")
         if p2p_communicator is not None and (
             getattr(p2p_communicator, "pp_group", None) is None or group_of(p2p_communicator, "pp_group") is not pp
@@ -381,6 +383,7 @@ class ChunkEngine:
                 step.data_iterator, step.before = iterator, dict(getattr(iterator, "__dict__", ()))
 
         def feed() -> Feed:
+            """Begin the chunks' calls; return the feed: a chunk reads its own data, and the last computes the loss."""
             for step in steps:
                 step.begin()
 

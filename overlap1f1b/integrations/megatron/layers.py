@@ -98,6 +98,7 @@ class _ByLibrary:
             arguments[at] = None
 
         def call(*tensors: Tensor) -> tuple[Any, ...]:
+            """Run the method with all-to-alls that are only noted, and make one exchange of them."""
             values = list(arguments)
             for at, tensor in zip(places, tensors, strict=True):
                 values[at] = tensor
@@ -164,6 +165,7 @@ def deferring(layer: Any, installed: Callable[[], Installation]) -> Replacement:
     plain = getattr(layer, PRODUCT)
 
     def product(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Multiply; the weight's gradient goes to the queue in force."""
         # Collectives along "tp" must not wait for a weight gradient, which may be computed at any time. A bias is
         # rarely added here, and its gradient would be summed in another order.
         differs = args or weight is not layer.weight or has_own_products(weight) or kwargs.get("bias") is not None
@@ -178,6 +180,7 @@ def deferring(layer: Any, installed: Callable[[], Installation]) -> Replacement:
 
 
 def _adding(weight: Any) -> Callable[[Tensor, Tensor], Tensor | None]:
+    """Return what adds a weight's gradient to ``main_grad`` by Megatron-Core's fused kernel."""
     main = weight.main_grad
 
     def add(grad: Tensor, rows: Tensor) -> Tensor | None:
@@ -224,6 +227,7 @@ def delaying(layer: Any, installed: Callable[[], Installation]) -> Replacement:
 
     @torch.no_grad()
     def add(operands: Any, function: Any) -> None:
+        """Compute the delayed gradients by ``backward_dw``, and add them to those of earlier microbatches."""
         store(operands, function)
         fused = [getattr(parameter, "grad_added_to_main_grad", False) for parameter in parameters]
         before = [parameter.grad for parameter in parameters]  # of earlier microbatches: backward_dw would replace it

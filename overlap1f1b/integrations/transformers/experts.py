@@ -177,6 +177,7 @@ class OwnExperts(Experts):
         return adapters.within(self).parameters()
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the model's own experts' result for rows ``[R, H]`` that are sorted by expert."""
         own, added = adapters.within(self), adapters.additions(self)
         if self.grouped:
             gate_up = self._product(rows, own.gate_up_proj, counts, added.get("gate_up_proj", ()))

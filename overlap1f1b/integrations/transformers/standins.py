@@ -205,6 +205,7 @@ class RestOfModel(nn.Module):
         return type(base_of(self.__dict__["_model"])).__name__
 
     def forward(self, *positional: Any, **arguments: Any) -> Any:
+        """Finish a forward whose layers have run: the model's own loss from the last hidden states."""
         if positional:
             arguments = {**signature(self.__dict__["_model"].forward).bind_partial(*positional).arguments, **arguments}
         versions = self._versions()

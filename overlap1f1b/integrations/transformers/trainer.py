@@ -408,6 +408,7 @@ class Overlapped(Trainer):
             self._save(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the whole model from all ranks, and on the one that saves what Trainer writes beside it."""
         folder = Path(output_dir or self.args.output_dir or ".")
         self.stages.save_pretrained(folder)
         self._saved = True
@@ -443,6 +444,7 @@ class Overlapped(Trainer):
             random.load_state_dict({name: first[name] for name in ("python", "numpy", "cpu")})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Resume optimizer, schedule and counters; a folder of weights alone begins them anew."""
         if checkpoint is None:
             return
         folder = Path(checkpoint)

@@ -52,6 +52,7 @@ def _sums(
 def spread_grad(
     grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor, padded: bool = False
 ) -> tuple[Tensor, Tensor]:
+    """As :func:`overlap1f1b.kernels.combine.spread_grad`, by one kernel."""
     grad, rows, weights = beside(grad), rows.contiguous(), weights.contiguous()
     H, spots = rows.shape[1], len(inverse)
     grad_rows = (rows.new_zeros if padded else rows.new_empty)(rows.shape)

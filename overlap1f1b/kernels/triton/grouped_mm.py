@@ -7,6 +7,7 @@ from overlap1f1b.kernels.triton.launch import beside, interpreted, kernel, wide
 
 
 def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """As :func:`overlap1f1b.kernels.grouped_mm.add_weight_grad_`, by one kernel."""
     assert main.is_contiguous()
     grad, rows = beside(grad), beside(rows)
     E, C, A = main.shape

@@ -17,6 +17,7 @@ def pack_rows(
     layout: Layout,
     partial: bool = True,
 ) -> Tensor:
+    """As :func:`overlap1f1b.kernels.permute.pack_rows`, by one kernel."""
     tokens, indices, weights = beside(tokens), indices.contiguous(), weights.contiguous()
     (T, K), M, H = indices.shape, layout.choices, layout.hidden
     packed = tokens.new_empty(T if order is None else len(order), layout.width)

@@ -31,6 +31,7 @@ def count_choices_(load: Tensor, indices: Tensor) -> Tensor:
 def route_tokens(
     logits: Tensor, bias: Tensor, rule: Rule, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`overlap1f1b.kernels.routing.route_tokens`, by one kernel."""
     logits = logits.contiguous()
     T, E = logits.shape
     indices = torch.empty(T, rule.top_k, dtype=torch.int64, device=logits.device)
@@ -45,6 +46,7 @@ def route_tokens(
 def route_tokens_backward(
     grad_weights: Tensor, grad_scores: Tensor | None, scores: Tensor, indices: Tensor, rule: Rule
 ) -> Tensor:
+    """As :func:`overlap1f1b.kernels.routing.route_tokens_backward`, by one kernel."""
     grad_weights, scores = beside(grad_weights), scores.contiguous()
     T, E = scores.shape
     out = torch.empty_like(scores)

@@ -14,6 +14,7 @@ PLACED_CELLS = 1024  # of a program: tokens times ranks
 
 
 def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = None, choices: int = 0) -> Places:
+    """As :func:`overlap1f1b.kernels.slots.place_rows`, by three kernels: count, offsets, places."""
     indices = indices.contiguous()
     (T, K), local = indices.shape, experts // ranks
     columns = ranks * (1 + local)  # of the counts: for each rank the rows, then the choices of its experts
@@ -126,6 +127,7 @@ def _place_rows(
 
 
 def place_slots(chosen: Tensor, experts: int, choices: int) -> Slots:
+    """As :func:`overlap1f1b.kernels.slots.place_slots`, by three kernels: count, offsets, places."""
     chosen = chosen if chosen.stride(1) == 1 else chosen.contiguous()
     M = chosen.shape[1]
     slots, WIDE = chosen.numel(), wide(experts)

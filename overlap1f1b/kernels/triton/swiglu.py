@@ -7,6 +7,7 @@ from overlap1f1b.kernels.triton.launch import SUMMED, kernel, tile
 
 
 def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+    """As :func:`overlap1f1b.kernels.swiglu.swiglu_rows`; a tensor that is not given has another's pointer, unread."""
     gate_up = gate_up.contiguous()
     R, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(R, size)
@@ -20,6 +21,7 @@ def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | 
 def swiglu_rows_backward(
     grad: Tensor, gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
+    """As :func:`overlap1f1b.kernels.swiglu.swiglu_rows_backward`; pointers as in the forward."""
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     R, size = grad.shape
     grads = gate_up.new_empty(gate_up.shape)
