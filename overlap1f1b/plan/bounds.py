@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from heapq import heappush, heappushpop
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import Clock
@@ -101,27 +101,22 @@ def pipeline_bound(placement: Placement, microbatches: int, shape: Shapes, costs
         raise ValueError(f"a placement with {len(placement.pipes)} pipes; allowed: one pipe, a loop or a V")
     check_size("microbatches", microbatches)
     chains = Chains(placement, shape)
-    ways = {  # of one microbatch, down and up
-        kind: [Alone(Action(kind, stage, 0), chains, costs) for stage in range(placement.stages)]
-        for kind in (Kind.F, Kind.I)
-    }
-    down = [0.0, *accumulate(way.whole + way.send for way in ways[Kind.F])]
-    up = [
-        0.0,
-        *accumulate(ways[Kind.I][stage].whole + ways[Kind.I][stage + 1].send for stage in range(placement.stages - 1)),
-    ]
-    last = ways[Kind.I][0].last_weight
-    least = down[-1] + up[-1] + ways[Kind.I][-1].whole + last
+    forwards, backwards = (  # of one microbatch, by stage
+        [Alone(Action(kind, stage, 0), chains, costs) for stage in range(placement.stages)] for kind in (Kind.F, Kind.I)
+    )
+    down = [0.0, *accumulate(way.whole + way.send for way in forwards)]
+    up = [0.0, *accumulate(way.whole + deeper.send for way, deeper in pairwise(backwards))]
+    least = down[-1] + up[-1] + backwards[-1].whole + backwards[0].last_weight
     for rank in range(placement.ranks):
         stages = [stage for _, stage in placement.places(rank)]
-        both = [ways[kind][stage] for kind in (Kind.F, Kind.I) for stage in stages]
+        both = [ways[stage] for ways in (forwards, backwards) for stage in stages]
         head, tail = min(down[stage] for stage in stages), min(up[stage] for stage in stages)
         compute = microbatches * sum(way.compute for way in both)
         exchange = microbatches * sum(way.exchange for way in both)
         sends = microbatches * sum(way.send for way in both) if costs.shared_links else 0.0
         if exchange:
-            first = min(down[stage] + ways[Kind.F][stage].before for stage in stages)
-            behind = min(up[stage] + ways[Kind.I][stage].behind for stage in stages)
+            first = min(down[stage] + forwards[stage].before for stage in stages)
+            behind = min(up[stage] + backwards[stage].behind for stage in stages)
             least = max(least, first + exchange + behind, first + exchange + sends)
         weights = microbatches * sum(way.weights for way in both)
         least = max(least, head + compute + tail, head + compute + weights)

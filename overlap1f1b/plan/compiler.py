@@ -261,10 +261,8 @@ class _Tries:
         width = min(WIDTH, int(budget.share(BEAMS) / (size * runs)))
         if width < LEAST_WIDTH:
             return
-        least = [len(program.placement.places(rank)) for rank in rows]
-        few = [
-            min(peak, one * (len(rows) - rank + 2)) for rank, (one, peak) in enumerate(zip(least, peaks, strict=True))
-        ]
+        stages = [len(program.placement.places(rank)) for rank in rows]
+        few = [min(peak, stages[rank] * (len(rows) - rank + 2)) for rank, peak in enumerate(peaks)]
         needs = Precedence(chains, self.free, ranks, peaks, late)
         fewer = needs if few == list(peaks) else Precedence(chains, self.free, ranks, few, late)
         best = end, needs.starts(ranks)
