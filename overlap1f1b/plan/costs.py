@@ -1,11 +1,9 @@
 """The costs of nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from overlap1f1b.plan.node import OF_PARAMETERS, PARTED, RECOMPUTE_OF, Node, Op
 from overlap1f1b.schedule import Kind
@@ -119,7 +117,7 @@ class NodeCosts:
             yield level + most
             level += kept
 
-    def in_parts(self, parts: int) -> NodeCosts:
+    def in_parts(self, parts: int) -> Self:
         """Return the costs of nodes of calls of experts that are cut into ``parts``, without what smaller nodes cost.
 
         Only ``by_op`` changes: a measured step has measured the parts. Gradients of the experts' weights stay one node.
@@ -148,7 +146,7 @@ class NodeCosts:
         shared_links: bool = False,
         launch: float = 0.0,
         copy: float = 0.0,
-    ) -> NodeCosts:
+    ) -> Self:
         """Return equal costs for every block; input and weight gradients each cost as much as the forward.
 
         Recomputation costs as much as the forward, too. Every node costs the host ``launch``. A ``copy`` carries a

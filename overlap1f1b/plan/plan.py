@@ -1,14 +1,12 @@
 """A plan: every node of a step on every rank, in issue order."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Literal, cast
+from typing import Literal, Self, cast
 
 from overlap1f1b.plan.node import Node, Op, Resource, StageShape
 from overlap1f1b.plan.turn import Plain, Turns, turns_of
@@ -89,7 +87,7 @@ class Plan:
                 found.setdefault(node.stage, set()).add((node.microbatch, node.block))
         return {stage: frozenset(places) for stage, places in found.items()}
 
-    def without_reductions(self) -> Plan:
+    def without_reductions(self) -> Self:
         """Return the same order without reductions over ranks."""
         shapes = tuple(tuple(block._replace(reduced=False) for block in shape) for shape in self.shapes)
         ranks = tuple(tuple(node for node in nodes if node.op is not Op.REDUCE) for nodes in self.ranks)

@@ -1,9 +1,8 @@
 """The placement of stages on ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from overlap1f1b.schedule.values import check_size, checked, quoted
 
@@ -43,14 +42,14 @@ class Placement:
             )
 
     @classmethod
-    def loop(cls, ranks: int, chunks: int = 1) -> Placement:
+    def loop(cls, ranks: int, chunks: int = 1) -> Self:
         """Return a loop, with stage ``s`` on rank ``s mod ranks``: each rank holds ``chunks`` stages."""
         check_size("ranks", ranks)
         check_size("chunks", chunks)
         return cls((tuple(range(ranks)) * chunks,))
 
     @classmethod
-    def v(cls, ranks: int, chunks: int = 2) -> Placement:
+    def v(cls, ranks: int, chunks: int = 2) -> Self:
         """Return a V, down and up again: rank ``r`` holds stages ``r`` and ``2·ranks − 1 − r``.
 
         The last rank passes to itself. With more chunks the stages go on, down and up in turns.
@@ -64,7 +63,7 @@ class Placement:
         return cls((tuple(rank for chunk in range(chunks) for rank in (down[::-1] if chunk % 2 else down)),))
 
     @classmethod
-    def bidirectional(cls, ranks: int) -> Placement:
+    def bidirectional(cls, ranks: int) -> Self:
         """Return two reversed pipes: rank ``r`` holds stage ``r`` of pipe 0 and ``ranks − 1 − r`` of pipe 1."""
         check_size("ranks", ranks)
         return cls((tuple(range(ranks)), tuple(reversed(range(ranks)))))

@@ -9,8 +9,6 @@ rows than the mean took (imbalance), what the rest took beyond the plan's time (
 the same link has passed on.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -19,7 +17,7 @@ from itertools import accumulate
 from math import inf
 from statistics import fmean
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from overlap1f1b.plan import RECOMPUTES, Node, NodeCosts, Op, Resource, Span
 from overlap1f1b.plan.node import OF_PARAMETERS, awaited_by
@@ -124,7 +122,7 @@ class Causes:
                 host = before[number - 1] + max(0.0, span.start - ready)
             self.flown[span.node] = Flown(span.end - span.start, *bytes.get(span.node, (0.0, 0.0)), host)
 
-    def pooled(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Causes:
+    def pooled(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Self:
         """Return the same by costs of the plan, and with what other ranks saw."""
         found = copy(self)
         found._costs, found._others = costs, others

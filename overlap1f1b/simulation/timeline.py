@@ -1,13 +1,11 @@
 """Timelines of nodes, simulated or measured: spans on resources, and how much of the exchange is hidden."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import nan
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from overlap1f1b.plan import Node, NodeCosts, Plan, Resource, Span, pipeline_bound, play_clocks
 from overlap1f1b.plan.intervals import Intervals, difference, intersection, length, union
@@ -27,13 +25,13 @@ class OverlapFigures(NamedTuple):
     exposed: float = 0.0
 
     @classmethod
-    def of(cls, exchange: Intervals, compute: Intervals) -> OverlapFigures:
+    def of(cls, exchange: Intervals, compute: Intervals) -> Self:
         """Return the figures of the times with an exchange in flight, and of those with compute."""
         in_flight = length(exchange)
         return cls(in_flight, in_flight - length(intersection(exchange, compute)))
 
     @classmethod
-    def sum(cls, parts: Iterable[OverlapFigures]) -> OverlapFigures:
+    def sum(cls, parts: Iterable[Self]) -> Self:
         """Return the sums over steps or ranks."""
         return cls(*map(sum, zip(*parts, strict=True)))
 
@@ -96,7 +94,7 @@ class Timeline:
             return OverlapFigures(nan, nan)
         return OverlapFigures.of(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
 
-    def pooled(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Timeline:
+    def pooled(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Self:
         """Return the same with the costs of its plan, and what the other ranks that share experts saw."""
         found = replace(self, costs=costs, others=others)
         vars(found)["causes"] = self.causes.pooled(costs, others)
