@@ -130,7 +130,7 @@ def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
     for recording, step in steps:
         at, of = recording.mesh.get("pp", (0, 1))
         size = max(size, of)
-        played.setdefault(at, recording.order(step))
+        played.setdefault(at, tuple(recording.begun(step)))
     if len(played) < size:
         absent = ", ".join(str(at) for at in range(size) if at not in played)
         raise ValueError(f"no file of pipeline rank {absent}, so nothing can be predicted; allowed: all pipeline ranks")

@@ -115,7 +115,7 @@ class Lanes:
     @cached_property
     def exchange(self) -> Intervals:
         """Intervals with exchanges in flight, counts and reductions included."""
-        return self.recording.exchanges(self.step).covered
+        return self.recording.exchanges(self.step.flights).covered
 
     @cached_property
     def exposed(self) -> Intervals:
@@ -163,7 +163,7 @@ class Lanes:
     @property
     def by_sub_op(self) -> dict[str, OverlapFigures]:
         """Exchange of each sub-op; if two sub-ops are in flight at once, the time counts for both."""
-        flights = self.recording.exchanges(self.step)
+        flights = self.recording.exchanges(self.step.flights)
         sub_ops, number = np.unique([what.name for what in self.recording.names], return_inverse=True)
         found = {}
         for place, sub_op in enumerate(sub_ops.tolist()):
@@ -260,7 +260,7 @@ def _described(lanes: Lanes, start: float, end: float) -> Exposed:
     """Return what was in flight, what was waited for and what came next while an exchange was exposed."""
     recording, step = lanes.recording, lanes.step
     names = recording.names
-    flights = recording.exchanges(step)
+    flights = recording.exchanges(step.flights)
     flights = flights[_within(flights, start, end) > 0]
     beside = _within(flights, start, end)
     order = np.argsort(-beside, kind="stable")

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap1f1b.plan import About, Node, NodeCosts, Op, Resource, cost_key, parse_node
+from overlap1f1b.plan import About, CostKey, Node, NodeCosts, Op, Resource, cost_key, parse_node
 from overlap1f1b.plan.intervals import Intervals, union
 
 Column = NDArray[np.int64]
@@ -110,21 +110,13 @@ class Recording:
     notes: tuple[str, ...] = ()  # notes for the reader of the figures, one line each
     about: About = field(default_factory=About)  # what the engine said of the run
 
-    def on(self, spans: Spans, *resources: Resource) -> Spans:
-        """Return the spans of some resources; kernels without ranges count as exchange."""
-        chosen = [lane_of(what) in resources for what in self.names]
+    def exchanges(self, spans: Spans) -> Spans:
+        """Return those of the spans that are of exchanges; kernels without ranges count as such."""
+        chosen = [lane_of(what) in EXCHANGES for what in self.names]
         return spans[np.array(chosen, bool)[spans.what]]
 
-    def exchanges(self, step: StepRecord) -> Spans:
-        """Return the exchanges in flight."""
-        return self.on(step.flights, *EXCHANGES)
-
-    def order(self, step: StepRecord) -> tuple[Node, ...]:
-        """Return the nodes in issue order; a node that was not launched counts from its departure."""
-        return tuple(self._begun(step))
-
-    def _begun(self, step: StepRecord) -> dict[Node, int]:
-        """Return when each node was issued, in this order."""
+    def begun(self, step: StepRecord) -> dict[Node, int]:
+        """Return when each node was issued, in this order; a node that was not launched counts from its departure."""
         late, found = step.flights[~np.isin(step.flights.what, step.issued.what)], dict[Node, int]()
         for what, start, _ in (step.issued + late).ordered:
             if isinstance(node := self.names[what], Node):
@@ -139,17 +131,16 @@ class Recording:
         """
         if self.about.standing:
             return False
-        if any(len(self.exchanges(step)) for step in self.steps):
+        if any(len(self.exchanges(step.flights)) for step in self.steps):
             return True
-        issued = any(len(self.on(step.issued, *EXCHANGES)) for step in self.steps)
+        issued = any(len(self.exchanges(step.issued)) for step in self.steps)
         alone = bool(self.mesh) and self.mesh.get("ep", (0, 1))[1] == 1
         return self.by == "range" and (alone or not issued)
 
     @property
     def costs(self) -> NodeCosts | None:
         """Nanoseconds of the nodes by which the plan was made; None if nobody has said."""
-        nodes = ((parse_node(text), seconds) for text, seconds in self.about.costs.items())
-        costs = {cost_key(node): 1e9 * seconds for node, seconds in nodes if node is not None}
+        costs = {key: 1e9 * seconds for key, seconds in _by_key(self.about.costs).items()}
         return NodeCosts(by_node=costs) if costs else None
 
     @property
@@ -165,11 +156,15 @@ class Recording:
 
     def held(self, step: StepRecord) -> list[tuple[int, int, float]]:
         """Return the bytes beyond those before a step, from the issue of each node until the next; empty if unknown."""
-        nodes = ((parse_node(text), held) for text, held in self.about.held.items())
-        costs = NodeCosts(bytes={cost_key(node): held for node, held in nodes if node is not None})
-        begun = self._begun(step) if costs.bytes else {}
+        costs = NodeCosts(bytes=_by_key(self.about.held))
+        begun = self.begun(step) if costs.bytes else {}
         ends = [*begun.values(), step.end][1:]
         return list(zip(begun.values(), ends, costs.needs(begun), strict=True)) if begun else []
+
+
+def _by_key(table: Mapping[str, Any]) -> dict[CostKey, Any]:
+    """Return what a table says of nodes, by the keys of their costs."""
+    return {cost_key(node): value for text, value in table.items() if (node := parse_node(text)) is not None}
 
 
 def lane_of(what: What) -> Resource:

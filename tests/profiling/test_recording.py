@@ -14,6 +14,6 @@ def test_a_node_that_was_not_launched_counts_from_its_departure(tmp_path: Path) 
         ("flight", "dense.f[1] m0", 2.5, 4.0),
     ]
     (recording,) = read_file(write_record(tmp_path / "rank0.json", [spans]))
-    order = recording.order(recording.steps[0])
+    order = tuple(recording.begun(recording.steps[0]))
     assert [str(node) for node in order] == ["dense.f[0] m0", "receive.f[0] m0", "dense.f[1] m0"]
     assert recording.peak_bytes is None  # nobody has counted
