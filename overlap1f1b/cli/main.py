@@ -209,7 +209,10 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
     """Return the options of the verb that comes first, by ``verbs``; ``--help`` is printed and ends the process."""
     first = argv[0]
     if first in ("-h", "--help"):
-        sys.stdout.write(_overview(verbs, prog, description))
+        width = max(map(len, verbs))
+        does = [f"  {verb:{width}}  {(kind.__doc__ or '').splitlines()[0]}" for verb, kind in verbs.items()]
+        print(f"usage: {prog} {{{','.join(verbs)}}} [options]", "", description.strip(), "", *does, "", sep="\n")
+        print(f"{prog} VERB --help shows a verb's options and examples.")
         raise SystemExit(0)
     if first not in verbs and not first.startswith("--tyro-"):
         raise ValueError(f"unknown verb {first!r}; allowed: {', '.join(verbs)}, --help")
@@ -270,15 +273,6 @@ def _in_order(text: str, options: type) -> str:
     declared = str(get_type_hints(options, include_extras=True).get(found[1].replace("-", "_")))
     choices = [choice for choice in found[3].split(", ") if choice != "'None'"]
     return f"--{found[1]} {found[2]}{', '.join(sorted(choices, key=declared.find))}"
-
-
-def _overview(verbs: Mapping[str, type], prog: str, description: str) -> str:
-    width = max(map(len, verbs))
-    does = [f"  {verb:{width}}  {(kind.__doc__ or '').splitlines()[0]}" for verb, kind in verbs.items()]
-    return "\n".join(
-        [f"usage: {prog} {{{','.join(verbs)}}} [options]", "", description.strip(), "", *does, "",
-         f"{prog} VERB --help shows a verb's options and examples.", ""]
-    )  # fmt: skip
 
 
 def _one_line(box: str) -> str:

@@ -39,6 +39,11 @@ class Rank:
         return None if self.mesh is None or self.mesh["ep"].size() == 1 else self.mesh.get_group("ep")
 
     @property
+    def local(self) -> bool:
+        """Whether all ranks are processors of this machine."""
+        return self.device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) == self.size
+
+    @property
     def data_rank(self) -> int:
         """Number of this rank among the ranks that read different data."""
         return self.rank % self.data_ranks

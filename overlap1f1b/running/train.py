@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -165,12 +164,12 @@ def link_of(options: TrainOptions, rank: Rank) -> float:
 
     By default one is imitated between ranks on one machine's CPUs, unless the training is kept.
     """
-    here = rank.device.type == "cpu" and rank.group is not None
-    if options.link and not here:
+    if options.link and (rank.device.type != "cpu" or rank.group is None):
         on = f"{counted(rank.size, 'rank')}, {rank.device.type}"
         raise ValueError(f"--link {options.link:g} on {on}; allowed: several ranks on CPUs")
-    local = here and int(os.environ.get("LOCAL_WORLD_SIZE", rank.size)) == rank.size
-    return (DEFAULT_LINK if local and options.checkpoint is None else 0.0) if options.link is None else options.link
+    if options.link is not None:
+        return options.link
+    return DEFAULT_LINK if rank.local and rank.group is not None and options.checkpoint is None else 0.0
 
 
 def build_optimizer(model: nn.Module, *, lr: float) -> torch.optim.AdamW:
@@ -354,8 +353,7 @@ def train(options: TrainOptions, rank: Rank) -> None:
         run.train()
     if rank.rank == 0:
         result = run.result()
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", rank.size)) == rank.size
-        show(result, screen, link=run.trainer.link, local=here and rank.device.type == "cpu")
+        show(result, screen, link=run.trainer.link, local=rank.local)
         write_json(options.json, result)
 
 
