@@ -117,7 +117,8 @@ def test_biases_follow_the_load_of_all_ranks(
 def test_a_closed_engine_adds_nothing_up(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     model = build(mesh.get_group("ep"))
-    make(model, mesh).close()
+    engine = make(model, mesh)
+    engine.close()
     with pytest.raises(RuntimeError, match=r"^update_correction_bias after its engine was closed; allowed: group="):
         next(routers(model)).update_correction_bias(0.1)
     with make(model, mesh):  # another takes its place
