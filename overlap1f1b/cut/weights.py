@@ -100,19 +100,16 @@ class SplitGroupedMM(torch.autograd.Function):
     ) -> Tensor:
         """Multiply each expert's rows by its weight; keep the rows if the weight is trained."""
         (weight,) = weights
-        dtype = product_dtype(weight)
-        ctx.held = counts, put, weight, kernels, eight, dtype, rows.dtype
-        rows = as_dtype(rows, dtype)
+        ctx.held = counts, put, weight, kernels, eight, rows.dtype
+        rows = as_dtype(rows, product_dtype(weight))
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
-        if eight is not None:
-            return eight.grouped_mm(rows, weight, counts)
-        return grouped_mm(rows, as_dtype(weight, dtype), counts)
+        return (eight.grouped_mm if eight else grouped_mm)(rows, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the rows; put the weight's into the queue."""
         (grad,), (rows, weight) = grads, ctx.saved_tensors
-        (counts, put, parameter, kernels, eight, of_product, of_rows), dtype = ctx.held, weight.dtype
+        (counts, put, parameter, kernels, eight, of_rows), dtype = ctx.held, weight.dtype
         main = None if kernels is None else main_grad(parameter)
 
         def weight_grad() -> Tensor | None:
@@ -125,10 +122,7 @@ class SplitGroupedMM(torch.autograd.Function):
             put(parameter, weight_grad)
         found = None
         if ctx.needs_input_grad[0]:
-            if eight is not None:
-                found = eight.input_grad(grad, weight, counts)
-            else:
-                found = grouped_mm_input_grad(grad, as_dtype(weight, of_product), counts)
+            found = (eight.input_grad if eight else grouped_mm_input_grad)(grad, weight, counts)
             found = as_dtype(found, of_rows)
         return found, None, None, None, None, None, None
 

@@ -60,8 +60,10 @@ class KnownRows(list[int]):
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Return ``rows[e] @ weight[e].T`` of each expert, of ``rows [R, A]`` sorted by expert, and ``weight [E, C, A]``.
 
-    ``counts`` sum to R or less, zeros allowed; in ``[R, C]`` rows that belong to no expert are undefined.
+    The weight is rounded to the dtype of the rows. ``counts`` sum to R or less, zeros allowed; in ``[R, C]`` rows that
+    belong to no expert are undefined.
     """
+    weight = weight if weight.dtype is rows.dtype else weight.to(rows.dtype)
     return _product(rows, weight.transpose(1, 2), counts, native=_native(rows, weight))
 
 
@@ -121,6 +123,7 @@ class EightBits:
 
 def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the gradient ``[R, A]`` of ``rows`` from the product's gradient ``[R, C]``."""
+    weight = weight if weight.dtype is grad.dtype else weight.to(grad.dtype)
     return _product(grad, weight, counts, native=_native(grad, weight))
 
 
@@ -204,12 +207,10 @@ class GroupedMM(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int], eight: EightBits | None = None
     ) -> Tensor:
         """Multiply each expert's rows by its weight, in autocast's dtype or in eight bits."""
-        ctx.counts, ctx.dtype, ctx.rows_dtype, ctx.eight = counts, product_dtype(weight), rows.dtype, eight
-        rows = rows.to(ctx.dtype)
+        ctx.counts, ctx.dtype, ctx.eight = counts, rows.dtype, eight
+        rows = rows.to(product_dtype(weight))
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
-        if eight is not None:
-            return eight.grouped_mm(rows, weight, counts)
-        return grouped_mm(rows, weight.to(ctx.dtype), counts)
+        return (eight.grouped_mm if eight else grouped_mm)(rows, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -218,11 +219,8 @@ class GroupedMM(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = grouped_mm_weight_grad(grad, rows, counts).to(weight.dtype)
-        if ctx.eight is not None:
-            of_rows = ctx.eight.input_grad(grad, weight, counts)
-        else:
-            of_rows = grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts)
-        return of_rows.to(ctx.rows_dtype), grad_weight, None, None
+        of_rows = (ctx.eight.input_grad if ctx.eight else grouped_mm_input_grad)(grad, weight, counts)
+        return of_rows.to(ctx.dtype), grad_weight, None, None
 
 
 def multiplied(rows: Tensor, weight: Tensor, counts: Sequence[int], eight: EightBits | None = None) -> Tensor:
