@@ -248,6 +248,7 @@ def _planned(together: Together, folder: Path, tensors: dict[str, Tensor]) -> tu
         return writer.prepare_local_plan(planner.create_local_plan())
 
     plans = together.each(describe)
+    # On the first rank the planner keeps the index, which _finish writes.
     every = together.first(lambda: writer.prepare_global_plan(planner.create_global_plan(plans)[0]))
     planner.finish_plan(every[together.rank])
     return planner, writer

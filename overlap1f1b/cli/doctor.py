@@ -55,7 +55,7 @@ class DoctorOptions:
 
 def doctor(options: DoctorOptions) -> int:
     """Check everything and return the exit status, 1 if something fails."""
-    if STORE in os.environ:
+    if STORE in os.environ:  # one of the two ranks that _link has started: json is the file for their figures
         end_with(lambda: _measure(Path(str(options.json)), options.timeout))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
     screen = console(options.json)

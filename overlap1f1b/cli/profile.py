@@ -53,7 +53,7 @@ def profile(options: Options, rank: Rank) -> None:
         say(f"0 {steps}")
         if not options.nsys:
             timed = isinstance(options, BenchOptions) and options.compute == "timed"  # computes no tensors
-            if not (timed or engine.tuner.held):
+            if not (timed or engine.tuner.held):  # a picture of memory needs the bytes of every node
                 engine.tuner.count_next()
             with torch_profile(acc_events=True):  # the first step under a profiler is slower
                 step()

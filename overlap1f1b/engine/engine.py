@@ -259,7 +259,8 @@ class Engine:
         Args:
             make_feed: Makes the feed; an error in it is told to the other ranks as any other of the step.
             grad: Whether a backward follows; else the forwards alone are played.
-            loss_scale: Factor of all gradients, beside what the feed gives; the same on all ranks.
+            loss_scale: Factor of all gradients, which multiplies what the feed gives; the same on all ranks. Auxiliary
+                losses have it where the feed has an ``aux_scale``.
             microbatches: Number of microbatches, by default as before; another stays for the next steps, but that of
                 an evaluation holds for it alone.
             observers: Who looks on at this step, beside :attr:`observers`.

@@ -122,7 +122,7 @@ class EightBits:
 
 
 def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the gradient ``[R, A]`` of ``rows`` from the product's gradient ``[R, C]``."""
+    """Return the gradient ``[R, A]`` of the rows from the product's ``[R, C]``; the weight is rounded to its dtype."""
     weight = weight if weight.dtype is grad.dtype else weight.to(grad.dtype)
     return _product(grad, weight, counts, native=_native(grad, weight))
 

@@ -53,12 +53,13 @@ class ByteCount(TorchDispatchMode):
         return self._gpu is None
 
     def __enter__(self) -> ByteCount:
-        if self._gpu is not None:
+        if self._gpu is not None:  # its allocator counts: the mode is not entered
             self._gpu.reset_peak_memory_stats(self._device)
             self.before = self._gpu.memory_allocated(self._device)
             return self
         gc.collect()
         self.meet(thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+        # All that is there was held before the start, and counts as nothing since.
         self.before = self._bytes
         self._here = {key: (storage, of, 0) for key, (storage, _, of) in self._here.items()}
         self._bytes = self._most = 0

@@ -418,7 +418,7 @@ def schedule_ranks(
     It is infinite if the step would take longer than ``limit``; then nodes are missing. ``loads`` are the times of all
     compute of each rank, which a limit needs.
     """
-    clocks: list[Clock] = []
+    clocks: list[Clock] = []  # each scheduler adds its own, and sees those of the others
     may_idle = [limit - load for load in loads] or [inf] * len(program.ranks)
     peaks = zip(program.peak_activations, program.peak_weights or [inf] * len(program.ranks), strict=True)
     schedulers = [

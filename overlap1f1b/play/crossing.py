@@ -78,7 +78,7 @@ class Lookout:
         return False
 
     def travels(self, name: str, arguments: Any, group: dist.ProcessGroup) -> None:
-        """Note a collective of torch, by its name and its arguments."""
+        """Note a collective of torch that moves rows between ranks of the experts: with its Function, or by a line."""
         ranks = dist.get_process_group_ranks(group)
         tensors = (value for value in tree_leaves(arguments) if isinstance(value, Tensor))
         if len({*ranks} & {*self._ranks}) < 2 or ranks in self._others or not holds_rows(tensors):
@@ -276,6 +276,7 @@ def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
         if part is None or not torch.is_grad_enabled():
             yield from plain(*args, **kwargs)
             return
+        # Torch's own takes ``fn``, ``args``, ``kwargs`` and ``context_fn``.
         arguments = signature(plain).bind(*args, **kwargs).arguments
         function = partial(arguments["fn"], **arguments.get("kwargs", {}))
         with part(function, arguments.get("args", ()), *arguments.get("context_fn", noop_context_fn)()):

@@ -51,8 +51,8 @@ def combined_forward_backward_step(
     ...     previous = current
     >>> combined_forward_backward_step(None, previous)
 
-    Gradients of parameters are added to ``.grad`` and are not summed over ranks. The two microbatches may be of
-    different stages of this rank, which then share one exchange and have different numbers.
+    Gradients of parameters are added to ``.grad`` and are not summed over ranks. Backwards run on this thread. The two
+    microbatches may be of different stages of this rank, which then share one exchange and have different numbers.
 
     Args:
         forward: Microbatch to run forward; None runs the backward alone.
@@ -135,6 +135,6 @@ def _play(
                 if microbatch.stage is stage:
                     microbatch.install(installed)
         microbatches = {(stages.index(one.stage), number): one for number, one in members.items()}
-        turns = turns_of(nodes, tagged=tagged)
         changed.callback(observers.end, failed=False)
+        turns = turns_of(nodes, tagged=tagged)
         Player(links, Times(nodes, watch), observers).play(turns, microbatches, microbatches.__getitem__)

@@ -50,7 +50,7 @@ class Step:
         stages: Of this rank, by their numbers.
         links: What the engine lends.
         grad: Whether a backward follows.
-        loss_scale: Factor of all gradients; compared over ranks.
+        loss_scale: Factor of the gradients that the feed gives, and of its ``aux_scale``; compared over ranks.
         observers: Who looks on.
         by_node: Whether every node is played by itself, also where blocks could be one call: they are measured.
     """

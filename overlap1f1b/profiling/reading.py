@@ -118,7 +118,8 @@ def read_record(path: Path, text: bytes) -> Recording:
         raise ValueError(f"{path}: not a record of overlap1f1b profile ({shortened(str(error))})") from None
     if not record.steps:
         raise ValueError(f"{path} has no steps; allowed: a record of one or more")
-    nodes = {text: parse_node(text) for step in record.steps for _, text, _, _ in step.spans}
+    texts = dict.fromkeys(text for step in record.steps for _, text, _, _ in step.spans)
+    nodes = {text: parse_node(text) for text in texts}
     if wrong := [text for text, node in nodes.items() if node is None]:
         raise ValueError(f"{path}: not a record of overlap1f1b profile ({quoted(wrong[0])} is not a node)")
     names, index = [node for node in nodes.values() if node is not None], {text: at for at, text in enumerate(nodes)}

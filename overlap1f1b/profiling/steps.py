@@ -73,6 +73,7 @@ class _Builder:
             raise ValueError(
                 f"{path} has ranges of ranks {', '.join(map(str, sorted(ranks)))}; allowed: one file a rank"
             )
+        # Of each name; the rows of the file have the indices of their names.
         kind, what = [""] * len(parsed), [-1] * len(parsed)
         for number, found in enumerate(parsed):
             if isinstance(found, NodeRange):
@@ -84,7 +85,7 @@ class _Builder:
         name, thread, start, end = _columns(self.capture.ranges, 4)
         every = Spans(np.array(what, np.int64)[name], start, np.maximum(start, end), start, thread)
         kinds = np.array(kind, "U6")[name]
-        return {kind: every[kinds == kind].ordered for kind in (*_KINDS, "step")}
+        return {one: every[kinds == one].ordered for one in (*_KINDS, "step")}
 
     def _kernels(self) -> tuple[Spans, Column]:
         """Return every kernel with the node for which it was launched, or -1, ordered by launch; and their names.

@@ -30,8 +30,8 @@ def write(ranks: Sequence[Sequence[Slot]], path: str | Path, header: Mapping[str
 def read(path: str | Path) -> tuple[dict[str, Any], Placement, tuple[tuple[Slot, ...], ...]]:
     """Return what a file of ``write``, or a table of torch's pipeline schedules, says of a program; and its rows.
 
-    Blank cells and torch's communication cells are skipped. Without a header, placement, microbatches and declared
-    peaks follow from the rows. ValueError, with line, column and text, for a file that cannot be read, or is malformed.
+    Blank cells and torch's communication cells are skipped. Without a header the placement follows from the rows.
+    ValueError, with line, column and text, for a file that cannot be read, or is malformed.
     """
     path = Path(path)
     said: dict[str, Any] = {}

@@ -255,9 +255,11 @@ def _queued(flights: Iterable[Span]) -> dict[Node, Span]:
         ends = [span.end for span in these]
         for span in these:
             near = _NEAR * (span.end - span.start)
-            number = bisect_right(ends, span.start + _NOTICED * near) - 1
-            before = these[number] if number >= 0 else span
-            if before is not span and before.end >= span.start - near and before.start < span.start:
+            number = bisect_right(ends, span.start + _NOTICED * near) - 1  # the last to end before, or noticed late
+            before = these[number] if number >= 0 else None
+            if before is None or before is span:
+                continue
+            if before.end >= span.start - near and before.start < span.start:
                 found[span.node] = before
     return found
 

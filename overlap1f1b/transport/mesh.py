@@ -297,6 +297,7 @@ class Comparison:
         self._groups, self._limit, self._facts = groups, limit, facts
         if not groups:  # a rank alone
             return
+        assert len(facts) <= _FACTS, facts  # ranks in another call compare as many
         numbers = [*facts.values(), *[0.0] * (_FACTS - len(facts))]
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]

@@ -214,7 +214,7 @@ def _engine(seed: int, random: Random) -> Case:
         updates=updates if len(layouts) == 1 else (True, *updates),  # a checkpoint holds no gradients
         autocast=autocast,
         evaluated=not dropout and random.random() < 0.3,
-        loss_scale=random.choice((1.0, 1.0, 8.0)),
+        loss_scale=random.choice((1.0, 1.0, 8.0, 3.0)),
         max_norm=0.0 if layout.sharded else random.choice((0.0, 0.05, 100.0)),
         paused=random.random() < 0.3,
     )

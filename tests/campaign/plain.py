@@ -66,7 +66,7 @@ def train(case: Case) -> list[Expected]:
         data = [batch(case, step, shard) for shard in range(shards)]
         before = [evaluate(case, blocks, mine) for mine in data] if case.evaluated else []
         total = sum(count_tokens(y) for mine in data for _, y in mine)
-        set_auxiliary_scale(model, case.loss_scale / (case.data.microbatches * shards))
+        set_auxiliary_scale(model, case.loss_scale * (1 / (case.data.microbatches * shards)))
         losses = []
         for mine in data:
             losses.append([])

@@ -170,7 +170,7 @@ class Run:
         mesh, group, shard = placed(layout)
         model = models.build(group, layers=2, dropout=0.3, block=Watching)
         program = build_schedule("1f1b", ranks=layout.get("pp", 1), microbatches=2)
-        self.engine = make(model, program, mesh=mesh, costs=COSTS, verify=False, timeout=30.0)
+        self.engine = make(model, program, mesh=mesh, costs=COSTS, timeout=30.0)
         self.optimizer = torch.optim.AdamW(self.engine.parameters())
         self.scheduler = OneCycleLR(self.optimizer, max_lr=0.1, total_steps=20)
         self.loader = Loader(shard)

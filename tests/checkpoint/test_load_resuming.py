@@ -123,7 +123,7 @@ class Run(WholeRun):
         mesh, group, self.shard = placed(layout)
         model = build(group)
         program = build_schedule("1f1b", ranks=layout.get("pp", 1), microbatches=2)
-        self.engine = make(model, program, mesh=mesh, costs=COSTS, verify=False, timeout=limit)
+        self.engine = make(model, program, mesh=mesh, costs=COSTS, timeout=limit)
         self.apart = optimizer in APART
         self.optimizer = OPTIMIZERS[optimizer](self.groups(lr))
 

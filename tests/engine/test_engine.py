@@ -141,6 +141,21 @@ def test_only_steps_with_gradients_count_into_a_routers_load(recompute: Any) -> 
         assert int(model[1].router.load.sum()) == (step + 1) * tokens.numel() * config.top_k
 
 
+@pytest.mark.parametrize("scale", [8.0, 3.0])
+def test_a_loss_scale_multiplies_auxiliary_losses_too(scale: float) -> None:
+    def of_gate(**options: Any) -> Tensor:
+        torch.manual_seed(3)
+        config = RouterConfig(4, 2, aux_coefficient=10.0)
+        model = nn.Sequential(nn.Embedding(5, 8), MoE(8, 8, config), nn.Linear(8, 5))
+        tokens = torch.randint(5, (4, 6))
+        make(model, programs(2)[2], loss_fn=lambda x, y: 0.0 * x.sum()).step(tokens, target=tokens, **options)
+        return model[1].router.gate.weight.grad
+
+    plain, scaled = of_gate(), of_gate(loss_scale=scale)
+    apart = (scaled - scale * plain).abs().max() / (scale * plain.abs().max())
+    assert apart <= (1e-6 if scale == 3.0 else 0.0)  # by a power of two every number is exact
+
+
 def test_numbers_of_microbatches_are_followed_or_refused() -> None:
     data, model = models.batch(4), models.build()
     engine = make(model, programs(4)[2], costs=COSTS)

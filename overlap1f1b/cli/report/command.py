@@ -75,7 +75,8 @@ def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> 
             if held := recording.held(step):  # as bars that are as high as what they hold
                 sizes, times = [size for *_, size in held], _ms([times for *times, _ in held], by)
                 said = [f"{size / 1e6:.3f} MB beyond those before the step" for size in sizes]
-                shares = [round(size / (max(sizes) or 1.0), 3) for size in sizes]
+                most = max(sizes) or 1.0
+                shares = [round(size / most, 3) for size in sizes]
                 flat = [bar(at, what, share=share) for at, what, share in zip(times, said, shares, strict=True)]
                 name = f"rank {recording.rank} held"
                 tracks.append({"name": name, "rank": recording.rank, "measured": True, "cells": flat})

@@ -98,7 +98,7 @@ class _ByLibrary:
             arguments[at] = None
 
         def call(*tensors: Tensor) -> tuple[Any, ...]:
-            """Run the method with all-to-alls that are only noted, and make one exchange of them."""
+            """Call the library's function with these tensors in their places; return a tuple."""
             values = list(arguments)
             for at, tensor in zip(places, tensors, strict=True):
                 values[at] = tensor
@@ -113,6 +113,7 @@ def _collecting(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a dispatcher that makes one exchange of all its all-to-alls."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Run the method with all-to-alls that are only noted, and make one exchange of them."""
         calls: list[tuple[Any, Tensor, Any, Any]] = []
 
         def collect(group: Any, rows: Tensor, receive: Any = None, send: Any = None, *_: Any, **__: Any) -> Tensor:

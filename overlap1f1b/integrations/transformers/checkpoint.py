@@ -350,6 +350,7 @@ def save_part(
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
+    # With adapters these are the tensors to write, else those to leave out.
     if adapters:
         chosen = {tensor for keys in adapter_keys(model).values() for tensor in keys}
     else:  # all but copies of tied tensors, which transformers ties again

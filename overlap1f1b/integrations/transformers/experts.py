@@ -279,5 +279,5 @@ def _shard(module: nn.Module, count: int, rank: int, ranks: int, name: str) -> N
             mine = parameter.detach().chunk(ranks)[rank].clone()
             part.register_parameter(label, in_place_of(parameter, mine, f"{name}.{label}"))
         for attribute, value in list(_counters(part)):
-            if value == count and attribute not in ("experts", "local_experts"):
+            if value == count and attribute not in ("experts", "local_experts"):  # our own, of all ranks and of this
                 setattr(part, attribute, count // ranks)

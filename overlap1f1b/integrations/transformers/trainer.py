@@ -169,7 +169,10 @@ class Overlapped(Trainer):
             return super()._prepare_for_training(*args, **kwargs)
 
     def _divided(self) -> Any:
-        """While an optimizer is made, also by a subclass, ``self.model`` is the module of this rank's parameters."""
+        """Return a context, or a decorator, in which ``self.model`` is the module of this rank's parameters.
+
+        An optimizer is made in it, also by a subclass.
+        """
         return replaced([(vars(self), "model", self._built().module)])
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -53,9 +53,19 @@ def row_of(steps: Iterable[tuple[str, int]], stages: Sequence[PipeStage], first:
 class DualPipe(Schedule):
     """Two pipes in opposite directions (DeepSeek-V3, arXiv 2412.19437): every rank holds two stages of the model.
 
-    A rank has the eight steps below, with H = P/2, h = min(r, P−1−r), and M/2−P+h+1 rounds of step 4. Its stages 0 and
-    1 are of these pipes, in the second half of the ranks of the other ones. P = 2, M = 4 (pipe 1 has microbatches 2 and
-    3, its stages are marked with ')::
+    Eight steps, with H = P/2 and h = min(r, P−1−r). Stage 0 of a rank is of pipe 0 and stage 1 of pipe 1; in the second
+    half of the ranks the reverse::
+
+        1. F0         × 2(H−h−1)
+        2. F0 F1      × (h+1)
+        3. I1 W F1    × (H−h−1)
+        4. F0‖B1 F1‖B0  × (M/2−P+h+1), the first F0 and B1 of a middle rank apart
+        5. B1 F1‖B0   × (H−h−1)
+        6. B1 B0      × (h+1), from the middle on I in place of B
+        7. W I0       × (H−h−1)
+        8. W          × (h+1)
+
+    P = 2, M = 4 (pipe 1 has microbatches 2 and 3, its stages are marked with ')::
 
         rank 0: 0F0 1'F2 0F1 1'B2 0B0‖1'F3 1'B3 0I1 0W1
         rank 1: 0'F2 1F0 0'F3 1B0 0'B2‖1F1 1B1 0'I3 0'W3
