@@ -76,12 +76,12 @@ class Planner:
 
     # ---------------------------------------------------------------------------------------------- of several
 
-    def fastest(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
+    def ranked(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
         """Return plans of a step, the predicted fastest first; ValueError if none fits, or costs have no bytes."""
         return self._fitting(program, shapes, costs) or self._refuse(program, shapes, costs)
 
     def _fitting(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
-        """Return plans as :meth:`fastest` does, and none where none keeps within the limit."""
+        """Return plans as :meth:`ranked` does, and none where none keeps within the limit."""
         rooms, spared = self.rooms, tuple((1 - SPARE) * room for room in self.rooms)
         placement, blocks = program.placement, self.counts_block
         if rooms and not costs.bytes:
@@ -142,7 +142,7 @@ class Planner:
         """Choose what each block recomputes, or the parts of a call; ValueError if no plan keeps within the limit."""
         if len({mode for mode, _ in measured}) > 1:
             return self._with_recompute(program, measured)
-        found = {parts: (costs, self.fastest(program, of, costs)) for (_, parts), (costs, of) in measured.items()}
+        found = {parts: (costs, self.ranked(program, of, costs)) for (_, parts), (costs, of) in measured.items()}
         predicted = {parts: plans[0].predicted for parts, (_, plans) in found.items()}
         best, *more = found
         for parts in more:

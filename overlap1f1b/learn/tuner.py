@@ -156,7 +156,7 @@ class Tuner:
         """
         now, program = self._now, self.program
         if now.plan is None and self._costs is not None:
-            self._queue_tries(self._limited().fastest(program, self.shapes, self._costs))
+            self._queue_tries(self._limited().ranked(program, self.shapes, self._costs))
         elif now.plan is None:  # under a limit of memory steps that measure hold one microbatch at a time
             alone = one_by_one(program.microbatches, program.placement, split=True)
             now.plan = self.planner.serial(program if self.options.memory is None else alone, self.shapes)
@@ -554,7 +554,7 @@ class Tuner:
         return replace(self.peers.agreed(drift.scaled(costs, self.peers.mesh)), bytes=costs.bytes)
 
     def _searched(self, program: Program, costs: NodeCosts, progress: Callable[[float], None]) -> list[Plan]:
-        return replace(self._limited(), timed=True, progress=progress).fastest(program, self.shapes, costs)
+        return replace(self._limited(), timed=True, progress=progress).ranked(program, self.shapes, costs)
 
     def _has_drifted(self, drift: Drift) -> bool:
         every = self.peers.mesh.every(drift.left)

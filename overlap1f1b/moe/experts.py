@@ -148,11 +148,11 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():  # in graphs of torch 2.11 these Functions lose gradients in silence
-            outside: Callable[..., Tensor] = torch.compiler.disable(self._exchanged)
+            outside: Callable[..., Tensor] = torch.compiler.disable(self._computed_once)
             return outside(tokens, indices, weights)
-        return self._exchanged(tokens, indices, weights)
+        return self._computed_once(tokens, indices, weights)
 
-    def _exchanged(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    def _computed_once(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         return computed_once(partial(self._there_and_back, tokens, indices, weights))
 
     def _there_and_back(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

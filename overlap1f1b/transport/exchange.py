@@ -185,13 +185,13 @@ class PeerExchange(Exchange):
     def rows(
         self, source: Tensor, send: Sizes, receive: Sizes, tag: int = 0, expected: Any = None, *_: Any
     ) -> Transfer[Tensor]:
-        return self._exchanged(source.contiguous(), send, receive, tag, expected, self._rows)
+        return self._to_peers(source.contiguous(), send, receive, tag, expected, self._rows)
 
     def counts(
         self, counts: Tensor, tag: int = 0, expected: Transfer[Tensor] | None = None, *_: Any
     ) -> Transfer[Tensor]:
         ones = [1] * self.ranks
-        return self._exchanged(counts.view(self.ranks, -1), ones, ones, tag, expected, self._control)
+        return self._to_peers(counts.view(self.ranks, -1), ones, ones, tag, expected, self._control)
 
     def expect_rows(self, like: Tensor, receive: Sizes, tag: int) -> Transfer[Tensor]:
         return self._receive(like, receive, tag, self._rows)
@@ -205,7 +205,7 @@ class PeerExchange(Exchange):
         works = [(up if p < self.rank else down).recv([parts[p]], p, tag) for p in reversed(self.peers) if receive[p]]
         return Transfer(result, works)
 
-    def _exchanged(
+    def _to_peers(
         self, source: Tensor, send: Sizes, receive: Sizes, tag: int, expected: Any, groups: Sequence[Group]
     ) -> Transfer[Tensor]:
         """Send rows to each peer behind posted receives; copy those that stay."""

@@ -105,8 +105,8 @@ def test_a_step_takes_an_entry_of_the_list(options: dict[str, Any], coming: str)
 def test_a_device_warms_up_by_another_forward_only_if_that_gains(exchange: float, name: str) -> None:
     costs, program = NodeCosts.uniform(attention=4.5, experts=2.4, dispatch=exchange), PROGRAM.of(16)
     planner = tuner().planner
-    assert planner.fastest(program, SHAPES, costs)[0].program.name == "combined_1f1b+1"  # as it was given
-    chosen = replace(planner, sparing=True).fastest(program, SHAPES, costs)
+    assert planner.ranked(program, SHAPES, costs)[0].program.name == "combined_1f1b+1"  # as it was given
+    chosen = replace(planner, sparing=True).ranked(program, SHAPES, costs)
     every = [build_schedule("combined_1f1b", microbatches=16, extra_warmup=extra) for extra in (0, 1)]
     fewer, more = (fastest(program, SHAPES, costs, 3)[0].predicted for program in every)
     assert chosen[0].program.name == name
