@@ -244,7 +244,7 @@ def test_plans_of_the_chosen_number_of_parts_are_tried() -> None:
     """The plans that were compiled to choose are not compiled again."""
     inputs, target = models.batch(4)
     engine, steps = make(models.build(), PROGRAM, parts="auto", tries=1), 0
-    with patch.object(Planner, "fastest", autospec=True, side_effect=Planner.fastest) as compiled:
+    with patch.object(Planner, "ranked", autospec=True, side_effect=Planner.ranked) as compiled:
         while engine.tuner.settling:
             engine.step(inputs, target=target)
             steps += 1
