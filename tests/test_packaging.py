@@ -282,7 +282,7 @@ COVERED_BY = {
     "play/install": "transport/test_suspension", "play/observers": "play/test_player", "play/times": "play/test_player",
     "reduce/links": "reduce/test_sums", "reduce/reduction": "reduce/test_sums",
     "running/bench": "running/bench/test_command",
-    "running/options": "running/train/test_command",
+    "running/options": "running/train/test_command", "running/sizes": "running/test_transformer",
     "terminal/arguments": "cli/test_main",
     "transport/budget": "transport/test_communicators", "transport/limits": "transport/test_failures",
 }  # fmt: skip

@@ -12,9 +12,9 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from overlap1f1b.cut.options import Finite, UserOptions
+from overlap1f1b.running.sizes import ModelOptions
 from overlap1f1b.running.wire import parse_loopback, parse_wire
 from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
-from overlap1f1b.schedule.values import check_size
 from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges, texts_in_a_line
 from overlap1f1b.terminal.output import check_files, check_folder
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
@@ -24,41 +24,6 @@ T = TypeVar("T")
 Unasked = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]  # a field that a verb inherits and does not take
 CHECKPOINT_EVERY = 50
 DEFAULT_LINK = 0.03  # GB/s at which the default model exchanges about as long as it computes on two cores
-
-
-@texts_in_a_line
-@dataclass(frozen=True)
-class ModelOptions:
-    """Sizes of the byte-level MoE transformer."""
-
-    layers: int = 4
-    """Transformer blocks."""
-    hidden: int = 256
-    """Hidden size."""
-    heads: int = 4
-    """Attention heads."""
-    experts: int = 8
-    """Experts of a block, over all ranks."""
-    top_k: int = 2
-    """Experts per token."""
-    intermediate: int = 512
-    """Intermediate size of an expert."""
-    force_load_balance: bool = False
-    """Give tokens their experts in turn, whatever the router's scores, so that all experts have the same load: for
-    throughput alone."""
-    dropout: float = 0.0
-    """Dropout probability of a block's output, before it is added to the residual."""
-
-    def check(self) -> None:
-        """Raise ``ValueError`` for sizes that no model can have."""
-        for name in ("layers", "hidden", "heads", "experts", "top_k", "intermediate"):
-            check_size(name, getattr(self, name))
-        if self.hidden % (step := 2 * self.heads):
-            raise ValueError(f"hidden={self.hidden} with heads={self.heads}; allowed: multiples of {step}")
-        if self.top_k > self.experts:
-            raise ValueError(f"top_k={self.top_k} with experts={self.experts}; allowed: 1 to {self.experts}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}; allowed: 0 to less than 1")
 
 
 @texts_in_a_line

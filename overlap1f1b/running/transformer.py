@@ -18,7 +18,7 @@ from overlap1f1b.kernels.fp8 import Precision
 from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
 from overlap1f1b.moe.layer import MoE
 from overlap1f1b.moe.router import RouterConfig
-from overlap1f1b.running.options import ModelOptions
+from overlap1f1b.running.sizes import ModelOptions
 from overlap1f1b.schedule.values import check_size
 
 EPSILON = 1e-6  # of the normalisations
