@@ -139,7 +139,7 @@ def _closed(rank: int, size: int, by: str) -> list[str]:
     with pooled, moves, make(models.build(mesh.get_group("ep")), program, **options) as engine:
         while engine.tuner.settling:
             engine.step(*models.batch(2, seed=rank))
-        with patch.object(Planner, "fastest", fastest):
+        with patch.object(Planner, "ranked", fastest):
             while engine.tuner.next_step().purpose is not Purpose.ADAPT:
                 engine.step(*models.batch(2, seed=rank))
             engine.step(*models.batch(2, seed=rank))
