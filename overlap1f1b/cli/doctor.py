@@ -130,6 +130,7 @@ def _measure(file: Path, timeout: float) -> int:
                 pass
             shared = (waited_s() - waited) / spun
             if rank.rank == 0:
+                # Arguments of _finding: name, status, value, and advice where there is any.
                 link = [LINK, "ok", f"{dist.get_backend()}: {rate:.1f} Gbit/s each way"]
                 if rate < LEAST_GBIT:
                     link[1:] = "warn", link[-1], "bytes take long: use a quieter machine or a faster network"

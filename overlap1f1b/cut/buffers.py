@@ -31,12 +31,13 @@ class Buffers:
         """Return copies of the buffers that change, and where to put them for a second forward."""
         if not self._owners:
             self._owners.extend(module for module in self._block.modules() if module._buffers)
+        # Until a forward in this mode has shown which change: all of them.
         every, found = self._mode() not in self._shown, list[Replacement]()
         for number, owner in enumerate(self._owners):
             for name, value in owner._buffers.items():
-                key, now = (number, name), (value, 0 if value is None else version_of(value))
-                first, version = self._first.setdefault(key, now)
-                if every or key in self._changing or first is not value or version != now[1]:
+                key, now = (number, name), 0 if value is None else version_of(value)
+                first, version = self._first.setdefault(key, (value, now))
+                if every or key in self._changing or first is not value or version != now:
                     found.append((owner._buffers, name, None if value is None else value.detach().clone()))
         return found
 

@@ -213,6 +213,7 @@ class Stage:
 
     def uses_of(self, block: int, shape: BlockShape, autocast: Hashable = None) -> ParameterUses:
         """Return where a block of this shape uses its parameters, as its forwards under this autocast show."""
+        # What decides where a block is divided into segments; what it recomputes and what leaves does not.
         cut = shape.expert_calls, shape.split, shape.reduced, shape.exchanges, shape.parts, shape.experts_split
         key = block, cut, autocast
         if key not in self._uses:

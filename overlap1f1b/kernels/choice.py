@@ -69,7 +69,10 @@ class Kernels:
         return run(*args)
 
     def uses_triton(self, op: Callable[..., Any], *args: Any) -> bool:
-        """Return whether Triton runs ``op`` with such arguments; ``"auto"`` times both if they are new."""
+        """Return whether Triton runs ``op`` with such arguments.
+
+        ``"auto"`` times both if arguments of this class are new, and keeps in ``chosen`` which was the faster.
+        """
         if self.choice == "torch" or not self._has_triton:
             return False
         if not args[0].is_cuda:

@@ -117,14 +117,15 @@ class Experts(nn.Module):
         counts = route.expert_rows
         if self.reads_counts_late:
             return self.compute(rows, counts), weights
-        known = KnownRows(counts)
-        rest = len(rows) - sum(known)
-        result = self.compute(rows[: sum(known)], known)
-        if len(result) != sum(known):
+        known = KnownRows(counts)  # numbers on the host, for a compute that reads them at once
+        total = sum(known)
+        result = self.compute(rows[:total], known)
+        if len(result) != total:
             raise ValueError(
-                f"compute of {type(self).__name__} returned {list(result.shape)} for {sum(known)} rows; "
+                f"compute of {type(self).__name__} returned {list(result.shape)} for {total} rows; "
                 "allowed: a row for each"
             )
+        rest = len(rows) - total  # rows of a fixed room without a choice
         return F.pad(result, (0, 0, 0, rest)) if rest else result, weights
 
     def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

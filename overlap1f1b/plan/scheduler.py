@@ -301,7 +301,7 @@ class ListScheduler(RankScheduler):
         older_inputs = 0  # older input gradients that have not ended, and need room first
         for entry in self.open:
             node = entry.next
-            if (
+            if (  # it may run: its limits and the order of sums allow it; and it starts first, or is shorter
                 not entry.launches
                 and (entry.begun or self._may_begin(entry, older_forwards))
                 and (node.kind is _F or self.sums.in_turn(node, entry.turn))

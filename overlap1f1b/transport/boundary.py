@@ -177,7 +177,8 @@ class Boundary:
         self._known = {} if self._dynamic or not remember else self._of_numbers.setdefault(microbatches, {})
         self._receives, self._posted = {}, {}
         if nodes is not self._of:  # most steps play the plan of the one before
-            self._of, ahead = nodes, nodes if self.posts_ahead and self._in else ()
+            self._of = nodes
+            ahead = nodes if self.posts_ahead and self._in else ()
             self._ahead = [(peer_of(node, self.placement), node) for node in ahead if node.op is Op.RECEIVE]
         for peer, node in self._ahead:
             self._receives.setdefault(peer, deque()).append(node)

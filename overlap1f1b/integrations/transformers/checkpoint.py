@@ -284,12 +284,12 @@ def _files(folder: Path) -> dict[str, str]:
 def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
     """Let the model compute meta-device buffers that are in no checkpoint, such as rotary frequencies."""
     kept = {id(module) for stage in stages for module in stage.kept.values()}
-    shell = next(iter(stages)).part.shell
+    shell = next(iter(stages)).part.shell  # of the whole model: all stages have the same
     every = (*shell.layers, *shell.before.values(), *shell.after.values())
-    absent = {id(module) for part in every if id(part) not in kept for module in part.modules()}
+    of_others = {id(module) for part in every if id(part) not in kept for module in part.modules()}
     for name, module in model.named_modules():
         labels = [label for label, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        if id(module) in absent or not labels:
+        if id(module) in of_others or not labels:
             continue
         for value in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             value._is_hf_initialized = True  # transformers does not initialise such tensors again

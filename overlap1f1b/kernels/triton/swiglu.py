@@ -78,7 +78,7 @@ def _backward(grad, gate_up, weights, count, grads, grad_weights, R, SIZE, WEIGH
         if WEIGHTED:
             products += g * silu * up
             g *= weight[:, None]
-        grad_gate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        grad_gate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))  # d silu(x) = sigmoid(x) (1 + x (1 − sigmoid(x)))
         tl.store(grads + place, grad_gate.to(grads.dtype.element_ty), mask=here[:, None] & across)
         tl.store(grads + place + SIZE, (g * silu).to(grads.dtype.element_ty), mask=here[:, None] & across)
     if WEIGHTED:
